@@ -1,4 +1,4 @@
-"""What every op is proven, judged and timed by, once: inputs, oracle, stock PyTorch, bytes, FLOPs.
+"""Inputs, oracle, stock PyTorch, bytes and FLOPs of every op, for proofs, tests and benches.
 
 A case is one op at one shape. `fastpar doctor` proves with cases (fastpar/doctor/trial.py), tests
 judge with them (tests/ops/test_cases.py), benches time them (bench/ops), and so do the checks on a
@@ -6,14 +6,14 @@ GPU (bench/gpu_checks.py). Nothing else imports this file.
 
 To add an op, write a maker: a function of (rows, size, device, more) that yields cases, a plain one
 first, then hostile ones; with more=True also those that only tests and the ledger of errors need.
-`size` is the last dimension, 0 where it says nothing. `@makes("my_op")` puts it into the table.
+`size` is the last dimension, 0 if it is irrelevant. `@makes("my_op")` adds the maker to the table.
 
 [Note: errors] An error is measured against fp64. It is judged in two ways. Errors.bound, the 2x
-rule, is what a machine is proven by: twice what plain PyTorch in the same dtype reaches there.
+rule, is for proofs on a machine: twice the error of plain PyTorch in the same dtype there.
 allowed() comes from arithmetic alone, and holds on every machine: each step of the oracle is
-rounded once to the dtype, sums of n terms by sqrt(n) roundings of fp32 more, at random, and the
+rounded once to the dtype, sums of n terms by sqrt(n) more fp32 roundings, at random, and the
 results are compared with the exact ones. So an error is roundings times the condition of the
-inputs. n roundings add up to sqrt(n) of them, times a factor that is above LAMBDA in one of
+inputs. n roundings add up to sqrt(n) of them, times a factor that exceeds LAMBDA in one of
 thousands of cases (Higham and Mary 2019, doi 10.1137/18M1226312).
 """
 
@@ -46,17 +46,17 @@ class Errors(NamedTuple):
     eager_rms: float
     rounding: float  # of the largest value to the result's dtype: eps / 2 * max|oracle|
     numel: int
-    condition: float = 0.0  # see bound; measured where the rest of it is not enough
+    condition: float = 0.0  # see bound; measured only if the rest of it is not enough
 
     @property
     def bound(self) -> float:
-        """Twice what plain PyTorch's error and the condition are, and one rounding of the result.
+        """Twice plain PyTorch's error plus the condition, plus one rounding of the result.
 
         The largest value of a result that was exact until it was stored can be off by that
         rounding. PyTorch's error alone is no yardstick: it depends on the CPU's libraries, and is
-        small by luck where few elements are compared. The condition depends on the inputs only: it
-        is how far the exact result moves when each input is rounded once, in fp32 (fp64 for fp64).
-        Results of a stable algorithm are those of inputs that are off by a few such roundings.
+        small by luck if few elements are compared. The condition depends on the inputs only: it is
+        how far the exact result moves when each input is rounded once, in fp32 (fp64 for fp64).
+        A stable algorithm's results are exact for inputs that are off by a few such roundings.
         """
         return 2.0 * (self.eager_max + self.condition) + self.rounding
 
@@ -78,7 +78,7 @@ def measure_errors(
     Returns:
         "output 0", "gradient of input 0", ... -> Errors; results without elements are left out.
     Raises:
-        AssertionError: on a missing result, a wrong shape or dtype, and where not both are finite.
+        AssertionError: a missing result, a wrong shape or dtype, or not both finite.
     """
     truth = evaluate(ref, inputs, grad, double=True)
     base, ours = (evaluate(call, inputs, grad) for call in (eager or ref, fn))
@@ -101,7 +101,7 @@ def measure_errors(
             exact.numel(),
         )
     if any(errors.max > errors.bound for errors in measured.values()):
-        for draw in range(3):  # of few elements one draw may leave little
+        for draw in range(3):  # one draw of few elements may leave little
             moved = [_rounded(x, draw) for x in inputs]
             values = evaluate(ref, moved, grad, double=True)
             for name, errors in measured.items():
@@ -132,7 +132,7 @@ def evaluate(
     fn: Callable[..., Any], inputs: Sequence[Any], grad: bool = True, *, double: bool = False
 ) -> dict[str, Tensor]:
     """Outputs and gradients of fn on detached copies of the inputs, strides kept; arguments and
-    names of results as measure_errors has them."""
+    names of results as in measure_errors."""
     local: list[Any] = list(inputs)
     for i, x in enumerate(inputs):
         if isinstance(x, Tensor):
@@ -157,7 +157,7 @@ def evaluate(
     return results
 
 
-LAMBDA = 2.0  # of what DRAWS draws of roundings do to a result, see [Note: errors]
+LAMBDA = 2.0  # times the effect of DRAWS draws of roundings on a result, see [Note: errors]
 DRAWS = 6
 EXACT = {  # steps that round nothing
     "_to_copy", "abs", "amax", "amin", "arange", "argsort", "cat", "clamp", "clamp_min", "clone",
@@ -239,13 +239,13 @@ def allowed(
     formula: Callable[..., Any], inputs: Sequence[Any], results: dict[str, torch.dtype],
     inner: torch.dtype, stores: int = 1,
 ) -> dict[str, float]:  # fmt: skip
-    """Result -> the largest error that the arithmetic explains; see [Note: errors].
+    """Result -> the largest error that arithmetic explains; see [Note: errors].
 
     Args:
         formula: the oracle, or the same algorithm step by step; called on fp64 copies of inputs.
-        results: name -> dtype that it is stored in, of those asked for.
+        results: name -> dtype in which it is stored, for the requested ones.
         inner: dtype in which steps are kept.
-        stores: how often a result is rounded to the dtype that it is stored in.
+        stores: how often a result is rounded to its stored dtype.
     """
     exact = evaluate(formula, inputs, double=True)
     most = dict.fromkeys(results, 0.0)
@@ -279,10 +279,10 @@ class OpCase:
 
     Attributes:
         ref: the oracle, in the dtype of its inputs.
-        eager: plain PyTorch, which torch.compile takes as it is; the yardstick of errors.
-        stock: PyTorch's own function, timed in the place of eager where its results are others.
-        formula: whose steps allowed() counts; None for ref.
-        inner: in which dtype the op keeps its steps; None for that of its inputs.
+        eager: plain PyTorch, as given to torch.compile; the yardstick of errors.
+        stock: PyTorch's own function, timed instead of eager if its results differ.
+        formula: the function whose steps allowed() counts; None for ref.
+        inner: dtype in which the op keeps its steps; None for that of its inputs.
         stores: how often a result is rounded to its own dtype.
         in_fp64: whether it also computes in fp64.
         elements: read or written by forward and by backward, of the inputs' dtype.
@@ -308,8 +308,8 @@ class OpCase:
     def inputs(
         self, dtype: torch.dtype, device: str, generator: torch.Generator | None = None
     ) -> Inputs:
-        """By name, the same ones in every call without a generator; floating-point tensors ask for
-        gradients."""
+        """Inputs by name, the same in every call without a generator; floating-point tensors
+        require gradients."""
         generator = generator or torch.Generator(device).manual_seed(5)
 
         def draw(*shape: int) -> Tensor:
@@ -356,7 +356,7 @@ UNPROVEN: set[str] = set()  # ops that run without a proof: their kernels are to
 
 
 def makes(*ops: str, proven: bool = True) -> Callable[[Maker], Maker]:
-    """Puts a maker into the table; proven=False: `fastpar doctor` has no proof of these ops."""
+    """Adds a maker to the table; proven=False: `fastpar doctor` has no proof of these ops."""
 
     def put(maker: Maker) -> Maker:
         MAKERS.update(dict.fromkeys(ops, maker))
@@ -369,7 +369,7 @@ def makes(*ops: str, proven: bool = True) -> Callable[[Maker], Maker]:
 def cases_of(
     op: str, rows: int, size: int, device: str = "cpu", *, more: bool = False, **how: Any
 ) -> list[OpCase]:
-    """Cases of an op of MAKERS, a plain one of so many rows first."""
+    """Cases of an op in MAKERS, a plain one with `rows` rows first."""
     found = MAKERS[op](rows, size, device, more=more, **how)
     return [case for case in found if case.op == op.removesuffix("_masked")]
 
@@ -379,7 +379,7 @@ def _case(
     eager: Callable[..., Any] | None = None, outputs: tuple[str, ...] = ("y",), *,
     elements: Pair = (0.0, 0.0), flops: Pair = (0.0, 0.0), **settings: Any,
 ) -> OpCase:  # fmt: skip
-    """Of an op whose oracle has its name: settings are of both. eager: None is the oracle."""
+    """A case of an op whose oracle has its name; settings are for both. eager: None: the oracle."""
     ref = functools.partial(getattr(reference, f"{op.__name__}_ref"), **settings)
     fn = functools.partial(op, **settings)
     return OpCase(
@@ -394,7 +394,7 @@ def _dropped(p: float, device: str, stream: int) -> dict[str, Any]:
 
 
 def _generators_kept(x: Tensor) -> AbstractContextManager[None]:
-    """Torch's default generators give the same numbers after it as before."""
+    """Restores torch's default generators at its end."""
     if torch.compiler.is_compiling():
         return nullcontext()
     return torch.random.fork_rng([x.device] if x.is_cuda else [])
@@ -480,7 +480,7 @@ def residual_norm(
 
 @makes("layer_norm", "rms_norm", "residual_layer_norm", "residual_rms_norm")
 def norms(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
-    """Of plain and hostile rows, alone and after a residual add."""
+    """Plain and hostile rows, alone and after a residual add."""
     for rms in (False, True):
         yield norm(rows, size, rms=rms)
         for how in ("mean 100 std", "std 1e-3", "strided rows"):
@@ -642,7 +642,7 @@ def loss_of_products(
     def make(draw: Draw) -> Inputs:
         x = draw(N, C)
         weight = draw(V + pad, C) * (100.0 if how == "large logits" else LOGIT_STD * C**-0.5)
-        logits = x[:, :1].expand(N, V)  # of which every row takes the shape
+        logits = x[:, :1].expand(N, V)  # gives the shape
         if how != "every row":
             logits = (x.float() @ weight[:V].float().T).to(x.dtype)
         return {"x": x, "weight": weight, "targets": _targets_of(logits, how)}
@@ -668,7 +668,7 @@ def losses(
     rows: int, size: int, device: str, *, more: bool = False, C: int = 64,
     chunk_rows: int | None = None,
 ) -> Iterator[OpCase]:  # fmt: skip
-    """Of a vocabulary of `size` with its padding; chunk_rows: of linear_cross_entropy."""
+    """Losses over a vocabulary of `size` with its padding; chunk_rows: of linear_cross_entropy."""
     pad = size // 64
     V = size - pad
     yield loss_of_logits(rows, V, pad)
@@ -745,8 +745,8 @@ def attention_case(
     p: float = 0.0, scale: float = 1.0, causal: bool = True, packed: bool = False,
     softmax_scale: float | None = None,
 ) -> OpCase:  # fmt: skip
-    """Beside it stands the formula, as nanoGPT writes it without flash attention. packed: q, k and
-    v are parts of one projection's output."""
+    """Compared with the formula, as nanoGPT writes it without flash attention. packed: q, k and v
+    are slices of one projection's output."""
     Tk, Hkv = Tk or T, Hkv or H
 
     def make(draw: Draw) -> Inputs:
@@ -780,7 +780,7 @@ def attention_case(
 
 
 def _packed(case: OpCase, dim: int, settings: Inputs) -> OpCase:
-    """The same of one tensor that has q, k and v along dim."""
+    """The same case for one tensor that has q, k and v along dim."""
 
     def split(by: Callable[..., Any]) -> Callable[..., Any]:
         return lambda qkv: by(*qkv.unbind(dim))
@@ -943,8 +943,8 @@ def permute_case(N: int, C: int, E: int, K: int) -> OpCase:
 
 
 def combine_case(N: int, C: int, E: int, K: int) -> OpCase:
-    """Back from the experts. index_add of equal indices has no promised order on a GPU; it is what
-    others use."""
+    """Back from the experts. index_add of equal indices has no guaranteed order on a GPU; it is the
+    usual way."""
 
     def make(draw: Draw) -> Inputs:
         x, order, _ = kernels.permute(draw(N, C), _choices(N, E, K).to(draw(1).device), E)
@@ -981,7 +981,7 @@ def grouped_linear_case(tokens: int, C: int, out: int, E: int, K: int) -> OpCase
 @makes("route", "permute", "combine", proven=False)
 @makes("grouped_linear")
 def experts(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
-    """The ops of experts: their choice, tokens there and back, layers with an empty group."""
+    """The ops of experts: the choice, tokens there and back, layers with an empty group."""
     shapes = [(rows, size, 8, 2)]
     if more:
         shapes += [(min(rows, 12), 40, 5, 1), (min(rows, 33), 1, 3, 3)]
@@ -1024,10 +1024,10 @@ def dropouts(rows: int, size: int, device: str, *, more: bool = False) -> Iterat
 
 @makes("adamw_step_")
 def adamw_steps(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
-    """One step over rows * 8192 elements (or rows * size), beside torch's fused one."""
+    """One step over rows * 8192 elements (or rows * size), compared with torch's fused AdamW."""
     hyper: dict[str, Any] = {"lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
     hyper["weight_decay"] = 0.1
-    # Of few values the time is that of the call, 0.07 ms for all of a model's at once.
+    # With few values the time is that of the call, 0.07 ms for a whole model at once.
     numel = rows * size if size else min(rows * 8192, 1 << 23)
 
     def make(draw: Draw) -> Inputs:
@@ -1133,7 +1133,7 @@ def codes(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[
 
 
 def linear_case(N: int, C: int, out: int, *, bias: bool = True) -> OpCase:
-    """linear, whose weight keeps the size of x."""
+    """linear, whose weight has the size of x."""
 
     def make(draw: Draw) -> Inputs:
         inputs = {"x": draw(N, C), "weight": draw(out, C) * C**-0.5}
@@ -1157,8 +1157,8 @@ def linears(rows: int, size: int, device: str, *, more: bool = False) -> Iterato
 
 @makes("weight_gradient")
 def weight_gradients(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
-    """Of a linear layer, kept in fp32, beside one rounded to 16 bits first; then that of two
-    micro-batches, the second added to the first."""
+    """The weight gradient of a linear layer, kept in fp32, compared with one rounded to 16 bits
+    first; then that of two micro-batches, the second added to the first."""
 
     def product(dy: Tensor, x: Tensor) -> Tensor:
         return dy.detach().t() @ x.detach()
@@ -1219,7 +1219,7 @@ def linear_fp8_case(N: int, C: int, out: int, scaling: str, how: str = "") -> Op
 
 @makes("linear_fp8")
 def linears_fp8(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
-    """Layers with products in 8 bits; beside bf16."""
+    """Layers with products in 8 bits; compared with bf16."""
     for scaling in ("row", "block", "tensor", "tensor fp8"):
         for out, how in ((4 * size, ""), (size, ""), (16, "spread rows")):
             yield linear_fp8_case(rows, size, out, scaling, how)
@@ -1237,7 +1237,7 @@ def newton_schulz(x: Tensor, coefficients: Any = POLAR_EXPRESS) -> Tensor:
 
 
 def orthogonal_case(m: int, n: int, coefficients: Any = POLAR_EXPRESS) -> OpCase:
-    """The orthogonal factor of a matrix of normal numbers, beside plain products; no gradient."""
+    """The orthogonal factor of a random matrix, compared with plain products; no gradient."""
     how: dict[str, Any] = {"coefficients": tuple(coefficients)}
     steps = functools.partial(newton_schulz, **how)
     return OpCase(
@@ -1256,7 +1256,7 @@ def orthogonal_case(m: int, n: int, coefficients: Any = POLAR_EXPRESS) -> OpCase
 
 @makes("orthogonalize", proven=False)
 def orthogonals(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
-    """Matrices that are wide, high, and of odd sizes."""
+    """Wide, tall and odd-sized matrices."""
     shapes = ((size, rows), (63, 127), (100, 257)) if more else ()
     for m, n in ((rows, size), *shapes):
         yield orthogonal_case(m, n)
@@ -1270,9 +1270,9 @@ MANY_ELEMENTS = 1 << 22  # of a tensor: more than the tiles of all programs of a
 
 
 def proof_cases(op: str, size: int, device: str, rows: int) -> list[OpCase]:
-    """What an op is proven with for tensors of this last dimension: a plain case of so many rows
+    """The cases that prove an op for tensors of this last dimension: a plain case with `rows` rows
     first, which can be timed, then hostile ones, on a GPU also those of many rows; none for an op
-    that has no proof."""
+    without a proof."""
     if op not in MAKERS or op in UNPROVEN:
         return []
     timed, few = cases_of(op, rows, size, device)[0], cases_of(op, FEW_ROWS, size, device)
@@ -1280,15 +1280,15 @@ def proof_cases(op: str, size: int, device: str, rows: int) -> list[OpCase]:
 
 
 def cases_of_many_rows(op: str, size: int, device: str) -> list[OpCase]:
-    """What FEW_ROWS do not reach: a kernel's loop over tiles and its last, partial one, a second
-    round of its programs, sums of what they leave behind, products that are added up.
+    """Cases beyond FEW_ROWS: a kernel's loop over tiles and its last, partial one, a second round
+    of its programs, sums of partials, products that are added up.
 
     All sizes are multiples of 16, as FEW_ROWS is, so that these launch the same compiled kernels.
     """
     rows: tuple[int, ...] = (208, 1024)
     how: dict[str, Any] = {}
     known = {case.shape for case in cases_of(op, FEW_ROWS, size, device)}
-    known.add("N=5 C=16384")  # rows that norms read twice: other kernels than this size's
+    known.add("N=5 C=16384")  # rows that norms read twice: different kernels than this size's
     if op == "attention":
         rows = 320, 4096  # five tiles of 64, and 4 x 1024: more pairs of tiles than a GPU has SMs
     elif op == "attention_masked":

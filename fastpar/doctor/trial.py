@@ -248,9 +248,9 @@ def _prove(case: Case, rows: int, compiled: bool) -> Proof:
         return Proof(STOCK, wrong)
     others = {}
     for name in _others(case, found[0]):
-        if not PEERS[name].apart:
+        if not PEERS[name].in_subprocess:
             others[name] = what_is_wrong(case, checked, name)
-        elif (why := wrong_apart(case, rows, name)) is not None:
+        elif (why := wrong_in_subprocess(case, rows, name)) is not None:
             others[name] = why
     right = [name for name, why in others.items() if not why]
     times, failed = _times(case, found[0], compiled, right, host=rows <= HOST_ROWS)
@@ -327,7 +327,7 @@ def what_is_wrong(case: Case, found: Sequence[OpCase], what: str = OWN) -> str:
     return ""
 
 
-def wrong_apart(case: Case, rows: int, name: str) -> str | None:
+def wrong_in_subprocess(case: Case, rows: int, name: str) -> str | None:
     """what_is_wrong of a peer, found in a process of its own, which may hang or crash; None: the
     process did not start or ran out of memory."""
     gpu = None
@@ -361,7 +361,7 @@ def wrong_apart(case: Case, rows: int, name: str) -> str | None:
 
 
 def main() -> None:
-    """The process of wrong_apart: prints STARTED, then the result."""
+    """The process of wrong_in_subprocess: prints STARTED, then the result."""
     device, op, dtype, size, rows, name, gpu = json.loads(sys.argv[1])
     case = Case(device, op, getattr(torch, dtype), size)
     if gpu is not None:

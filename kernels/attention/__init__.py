@@ -7,34 +7,33 @@ M is 1 without dropout, else 0 or 1 / (1 - p) by kernels/philox.py. All [B, H, T
 never alive at once. Kept for backward: q, k, v, the key of the mask and one or two numbers per row;
 P and M are computed again, with the same bits. Statistics and accumulators are fp32.
 
-On CUDA the kernels are those of triton.py. They keep the
-logarithm of a row's sum of exponentials, and o, because rowsum(dp * P) = rowsum(do * o). On CPU a
-compiled kernel reads strided q, k, v (or the packed projection) and writes their gradients in
-place. A head belongs to one thread, so every sum has one order for any number of threads. It keeps
-a row's largest score and the inverse of its sum: their logarithm would round P by its own size.
-fp64, FASTPAR_BACKEND=torch and other devices take composed.py.
+On CUDA the kernels are those of triton.py. They keep the logarithm of a row's sum of exponentials,
+and o, because rowsum(dp * P) = rowsum(do * o). On CPU a compiled kernel reads strided q, k, v (or
+the packed projection) and writes their gradients in place. A head belongs to one thread, so every
+sum has one order for any number of threads. It keeps a row's largest score and the inverse of its
+sum, because the logarithm would add a rounding of its own size to P. fp64, FASTPAR_BACKEND=torch
+and other devices run composed.py.
 
 [Note: causal] The mask is aligned to the last query and the last key: query i sees keys
 j <= i + Tk - T, as in FlashAttention since 2.1 (torch's is_causal aligns to the first). With
 T < Tk the queries are the last T of Tk positions, which is what a key/value cache needs; with
 T > Tk the first T - Tk queries see nothing and their output is 0.
 
-[Note: documents] With cu_seqlens, int32 [n + 1], n documents lie one after another in
+[Note: documents] With cu_seqlens, int32 [n + 1], n documents are stored one after another in
 [total, H, D]: document i is rows cu_seqlens[i] to cu_seqlens[i + 1], none is empty, and a query
-sees keys of its own document only. The dropout mask of document i is that of sample i of a batch,
+sees only keys of its own document. The dropout mask of document i is that of sample i of a batch,
 with rows and columns counted from the document's start. On the CPU the numbers are checked. On a
-GPU reading them would make the host wait, so they are not: wrong ones give a wrong result, but
-nothing outside the tensors is read or written. (The composed form needs them on the host: it waits
-and checks.)
+GPU they are not, because reading them would make the host wait: wrong numbers give a wrong result,
+but no access outside the tensors. (The composed form needs them on the host: it waits and checks.)
 
-[Note: kept mask] A dropout mask is kept as bits from the forward on, or drawn again each time.
-Kept, a layer's mask takes B * H * T * Tk / 8 bytes from forward to backward (T and Tk rounded up to
-256): 12.6 MB for 8 samples of GPT-2 124M at T = 1024, 151 MB for its twelve layers. Drawn, it takes
-nothing, but each of the three kernels draws all of it. Which is faster a GPU decides:
-attention_bits.json says it for each architecture, `python -m bench tune` measures it. Until then it
-is 1, kept, on Hopper, where kernels that draw cannot load keys ahead: with registers for Philox and
-tiles on their way the assembler waits for each matrix product. The masks are the same. Calls with
-documents draw: how many blocks of keys a document has is known on the GPU alone.
+[Note: kept mask] A dropout mask is either kept as bits from the forward on, or drawn again in each
+kernel. Kept, a layer's mask takes B * H * T * Tk / 8 bytes from forward to backward (T and Tk
+rounded up to 256): 12.6 MB for 8 samples of GPT-2 124M at T = 1024, 151 MB for its twelve layers.
+Drawn, it takes nothing, but each of the three kernels draws all of it. attention_bits.json says per
+architecture which is faster, `python -m bench tune` measures it. The default is 1, kept, on Hopper,
+where kernels that draw cannot load keys ahead: with registers for Philox and tiles in flight the
+assembler waits for each matrix product. The masks are the same. Calls with documents draw: only the
+GPU knows how many blocks of keys a document has.
 
 Source: Vaswani et al. 2017, arXiv 1706.03762; Dao et al. 2022, arXiv 2205.14135.
 """
@@ -68,9 +67,9 @@ TRITON_HEAD_DIM = (16, 128, 8)  # from, to, in steps of
 
 
 class Mask(NamedTuple):
-    """What is done with the mask of a call."""
+    """How the mask of a call is handled."""
 
-    kept: int  # 1: as bits, from forward to backward; 0: it is drawn again
+    kept: int  # 1: as bits, from forward to backward; 0: drawn again
 
 
 BITS = ConfigTable(
@@ -88,7 +87,7 @@ def bits_shape(B: int, H: int, T: int, Tk: int) -> tuple[int, int, int, int]:
 
 
 def _keeps(device: torch.device) -> int:
-    if device.index is not None and not torch.cuda.is_initialized():  # traced, by fake tensors
+    if device.index is not None and not torch.cuda.is_initialized():  # tracing with fake tensors
         return 0
     kept: int = BITS.get(triton_module("attention.triton").gpu_arch(device)).kept
     return kept
@@ -121,7 +120,7 @@ _attention_bits = define_op(
 def kept_bits(
     q: Tensor, Tk: int, causal: bool, key: Tensor, site_head: int, threshold: int
 ) -> Tensor | None:
-    """The mask of a call with q [B, T, H, D] (or packed) and Tk keys; None where it is drawn."""
+    """The mask of a call with q [B, T, H, D] (or packed) and Tk keys; None if it is drawn."""
     if not torch.compiler.is_compiling() and not _keeps(q.device):
         return None  # without a call of the op
     sizes = (q.shape[0], q.shape[-2], q.shape[1], Tk)
@@ -144,7 +143,7 @@ def _arguments(causal: bool, scale: float, drop: Dropout) -> tuple:
 
 
 def _case(threshold: int, cu_seqlens: Tensor | None) -> str:
-    """The name that a call is proven under: torch has a kernel of its own for plain ones only."""
+    """The op name under which a call is proven: torch has its own kernel for plain calls only."""
     return "attention_masked" if threshold or cu_seqlens is not None else "attention"
 
 
@@ -155,7 +154,7 @@ def _stats_shape(q: Tensor) -> tuple[int, ...]:
 
 
 def _of_triton(stats: Tensor, o: Tensor) -> bool:
-    """Whose they are: a row has one of Triton's, two of the C++ kernel's, else none."""
+    """Whether statistics are Triton's: one per row; the C++ kernel has two, others none."""
     return stats.dim() == o.dim() - 1 and o.numel() > 0
 
 
@@ -196,7 +195,7 @@ def _attention_bwd_run(
     causal: bool, scale: float, key: Tensor | None, site_head: int, threshold: int,
     cu_seqlens: Tensor | None, bits: Tensor | None = None, first_row: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """dq, dk and dv; for a packed q its gradient alone."""
+    """dq, dk and dv; for a packed q only its gradient."""
     inputs = _split(q, k, v)
     dq = _contiguous_like(q)
     results: tuple[Tensor, Tensor | None, Tensor | None]
@@ -223,7 +222,7 @@ def _attention_bwd_run(
         attention_peers.backward(peer, do, *inputs, o, stats, causal, scale, grads)
     elif triton:
         attention_bwd_triton = triton_module("attention.triton")
-        assert o is not None  # _setup_context keeps it where Triton runs
+        assert o is not None  # _setup_context keeps it for Triton
         attention_bwd_triton.attention_bwd(
             do, *inputs, o, stats, *grads, causal, scale, key, site_head, threshold, cu_seqlens,
             bits, first_row,
@@ -304,7 +303,7 @@ def _check_tensor(name: str, x: Tensor, shape: str) -> None:
     if x.dim() != shape.count(",") + 1:
         raise ValueError(
             f"attention: expected {name} of shape {shape}, got {name}={list(x.shape)}; "
-            "unflatten the heads (and give cu_seqlens with packed documents only)"
+            "unflatten the heads (and pass cu_seqlens only with packed documents)"
         )
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         raise ValueError(
@@ -314,7 +313,7 @@ def _check_tensor(name: str, x: Tensor, shape: str) -> None:
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
-    """Refuses q, k and v that do not fit each other, naming the dimension and both sizes."""
+    """Refuses q, k and v that do not match, naming the dimension and both sizes."""
     shape = "[total, H, D]" if packed else "[B, T, H, D]"
     _check_tensor("q", q, shape)
     _check_tensor("k", k, shape)
@@ -329,7 +328,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     if k.shape != v.shape:
         raise ValueError(
             f"attention: expected k and v of one shape, got k={list(k.shape)} v={list(v.shape)}; "
-            "one value goes with one key"
+            "each key has one value"
         )
     first, size, other = "total" if packed else "B", q.shape[0], k.shape[0]
     if size != other:
@@ -360,7 +359,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor, device: torch.device) -> None:
     if cu_seqlens.device != device:
         raise ValueError(
             f"attention: expected cu_seqlens on q's device, got cu_seqlens={cu_seqlens.device} "
-            f"q={device}; move it once, where the batch is made"
+            f"q={device}; move it once, when the batch is made"
         )
 
 
@@ -368,7 +367,7 @@ def _run(
     q: Tensor, k: Tensor | None, v: Tensor | None, causal: bool, softmax_scale: float | None,
     p: float, rng: Rng | None, cu_seqlens: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The call after the checks of q, k and v against each other; q may be packed."""
+    """The call, after q, k and v have been checked against each other; q may be packed."""
     H, D = q.shape[-2:]
     threshold = quantize_p(p)
     op = _case(threshold, cu_seqlens)
@@ -377,7 +376,7 @@ def _run(
     if triton and (D % step or not least <= D <= most):
         raise ValueError(
             f"attention: expected head dim {least} to {most} in steps of {step} for the Triton "
-            f"kernels, got D={D}; pad the heads with zeros and give softmax_scale, or set "
+            f"kernels, got D={D}; pad the heads with zeros and pass softmax_scale, or set "
             "FASTPAR_BACKEND=torch"
         )
     if not 1 <= D <= MAX_HEAD_DIM:
@@ -424,10 +423,10 @@ def attention(
         causal: query i sees keys j <= i + Tk - T; see [Note: causal].
         softmax_scale: > 0; D**-0.5 when None.
         dropout_p: of the probabilities; rounded to a multiple of 1/256.
-        rng: key and site of the mask, the head of the model that q's first is (first_head), and the
-            row of the mask that q's first query has (first_row; not with cu_seqlens): queries that
-            are the last of their keys have first_row=Tk - T in the mask of the whole. None draws a
-            key from torch's default generator.
+        rng: key and site of the mask, the model's head that is q's first (first_head), and the
+            mask's row of q's first query (first_row; not with cu_seqlens): queries that are the
+            last of their keys have first_row=Tk - T in the full mask. None draws a key from torch's
+            default generator.
         cu_seqlens: int32 [n + 1] on q's device, for n documents one after another: then q is
             [total, H, D], k and v are [total, Hkv, D], and document i is rows cu_seqlens[i] to
             cu_seqlens[i + 1]; see [Note: documents].
@@ -437,9 +436,9 @@ def attention(
         ValueError: shapes, dtypes or devices that differ from the above; no key; dropout_p outside
             [0, 1); a key, site, heads or row that the mask cannot hold; an rng with rows; on the
             CPU, cu_seqlens that do not increase from 0 to total.
-        RuntimeError: a second derivative is asked for (torch's own kernel, which runs under
-            FASTPAR_BACKEND=torch without dropout and documents, has one); no Triton on a machine
-            with a GPU.
+        RuntimeError: a second derivative is requested (only torch's own kernel, which runs under
+            FASTPAR_BACKEND=torch without dropout and documents, supports it); no Triton on a
+            machine with a GPU.
     Traffic: (2 * q.numel() + k.numel() + v.numel()) * q.element_size() bytes forward.
     Deterministic: yes, bitwise, forward and backward, for any number of threads (torch's own
         kernel: as torch's backend).

@@ -1,11 +1,11 @@
 """The dropout mask of attention's Triton kernels: drawn where it is used, or drawn once and kept.
 
-A kernel that draws pays for Philox, 4 to 6 instructions an element, and the forward and both
-backward kernels each draw the whole mask. Or _attention_bits_kernel draws it once before the
-forward and keeps a bit for each element (__init__.py decides); the three kernels then read 8
-bytes for 64 elements of a row. The masks are the same.
+A kernel that draws pays for Philox, 4 to 6 instructions per element, and the forward and both
+backward kernels each draw the whole mask. Alternatively _attention_bits_kernel draws it once before
+the forward and keeps a bit per element (__init__.py decides); the three kernels then read 8 bytes
+for 64 elements of a row. The masks are the same.
 
-[Note: kept bits] uint64 [B, H, ceil(Tk / 64), T], both counts rounded up so that no tile reaches
+[Note: kept bits] uint64 [B, H, ceil(Tk / 64), T], both counts rounded up so that no tile extends
 beyond the memory. A word has the bits of one query and 64 keys: that of key 8 j + 2 c + e is bit
 16 c + 8 e + 7 - j. A thread with c = lane % 4 holds the scores of keys 2 c, 2 c + 1, 2 c + 8, ...,
 so a shift of the word by 16 c leaves what it needs in the low half, for all j and e. Keys are then
@@ -30,7 +30,7 @@ from triton import knobs
 from fastpar.kernels.philox_triton import philox_words
 from fastpar.kernels.triton_launch import device_key, launch
 
-_INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # where there is no assembly
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # the interpreter has no assembly
 _ROUNDED = tl.constexpr(256)  # T and Tk, up to multiples: of every tile
 _ROWS, _BLOCKS = 128, 4  # of a program: queries, and blocks of 64 keys
 

@@ -1,10 +1,10 @@
 """Attention in torch ops, one block of heads and queries at a time.
 
-What runs in fp64, under FASTPAR_BACKEND=torch and on devices without a kernel of ours. Formulas,
-mask and [Note: causal] are those of kernels/attention/__init__.py. A sample of a batch and a
-document of a packed sequence are the same thing here, [T, H, D]; all of its [H, T, Tk] scores are
-never alive at once. Kept for backward: the inputs and the key of the mask; P and M are computed
-again, with the same bits. Without dropout and documents torch has its own kernel: sdpa().
+For fp64, FASTPAR_BACKEND=torch and devices without a kernel of ours. Formulas, mask and
+[Note: causal] are those of kernels/attention/__init__.py. A sample of a batch and a document of a
+packed sequence are treated alike, [T, H, D]; all of its [H, T, Tk] scores are never alive at once.
+Kept for backward: the inputs and the key of the mask; P and M are computed again, with the same
+bits. Without dropout and documents torch has its own kernel: sdpa().
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 
 class Dropout(NamedTuple):
-    """The mask of one call; without a key all is kept."""
+    """The mask of one call; without a key nothing is dropped."""
 
     key: Tensor | None
     site_head: int
     threshold: int
-    first_row: int = 0  # of the mask, that of the first query
+    first_row: int = 0  # the mask's row of the first query
 
     def block(self, x: Tensor, sample: int, head: int, row: int, out: Tensor) -> Tensor:
-        """x [heads, rows, keys] under its part of the mask, in out (which may be x)."""
+        """x [heads, rows, keys] with its slice of the mask applied, in out (which may be x)."""
         if self.key is None:
             return x
         heads, rows, keys = x.shape
@@ -72,7 +72,7 @@ class _Blocks:
         return slice(heads.start // self.group, heads.stop // self.group)
 
     def queries(self) -> Iterator[tuple[int, int, int]]:
-        """(q0, q1, keys that queries [q0, q1) see); queries that see none are left out."""
+        """(q0, q1, keys that queries [q0, q1) see); queries that see none are skipped."""
         behind = self.Tk - self.T
         for q0 in range(max(0, -behind) if self.causal else 0, self.T, self.rows):
             q1 = min(self.T, q0 + self.rows)
@@ -96,12 +96,12 @@ class _Blocks:
 
 
 def bounds_of(cu_seqlens: Tensor, total: int) -> list[int]:
-    """Document boundaries; raises ValueError where they do not cut [0, total) into documents."""
+    """Document boundaries; raises ValueError if they do not divide [0, total) into documents."""
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0:
         raise ValueError(
             f"attention: expected cu_seqlens to start at 0, got cu_seqlens[0]={bounds[0]}; "
-            "it holds the running sum of the documents' lengths, with 0 in front"
+            "it is the running sum of the documents' lengths, starting with 0"
         )
     if not all(map(operator.lt, bounds, bounds[1:])):
         i = next(i for i in range(1, len(bounds)) if bounds[i] <= bounds[i - 1])
@@ -119,7 +119,7 @@ def bounds_of(cu_seqlens: Tensor, total: int) -> list[int]:
 
 
 def check_first_row(rng: Rng, q: Tensor, cu_seqlens: Tensor | None) -> int | None:
-    """The mask's row of the first query, None for 0; refuses what no kernel can draw."""
+    """The mask's row of the first query, None for 0; refuses rows that no kernel can draw."""
     if rng.is_whole:
         return None
     refuse_parts("attention", rng, "first_head", *["first_row"] * (cu_seqlens is None))
@@ -132,7 +132,7 @@ def check_first_row(rng: Rng, q: Tensor, cu_seqlens: Tensor | None) -> int | Non
 
 
 def documents(x: Tensor, bounds: Sequence[int] | None) -> Sequence[Tensor]:
-    """[T, H, D] each: the samples of x, or the documents of a packed x that begin and end there."""
+    """[T, H, D] each: the samples of x, or the documents of a packed x with these boundaries."""
     if bounds is None:
         return x.unbind(0)
     return [x[start:end] for start, end in itertools.pairwise(bounds)]
@@ -141,7 +141,7 @@ def documents(x: Tensor, bounds: Sequence[int] | None) -> Sequence[Tensor]:
 def composed_fwd(
     inputs: Triple, bounds: Sequence[int] | None, causal: bool, scale: float, drop: Dropout
 ) -> Tensor:
-    """o, shape of q. bounds: None for a batch, else where documents begin and end."""
+    """o, shape of q. bounds: None for a batch, else the document boundaries."""
     q = inputs[0]
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts = (documents(x, bounds) for x in (*inputs, o))
@@ -164,7 +164,7 @@ def composed_bwd(
     do: Tensor, inputs: Triple, grads: Triple, bounds: Sequence[int] | None, causal: bool,
     scale: float, drop: Dropout,
 ) -> None:  # fmt: skip
-    """Writes the gradients, which may be parts of one packed tensor."""
+    """Writes the gradients, which may be slices of one packed tensor."""
     parts = (documents(x, bounds) for x in (do, *inputs, *grads))
     for sample, (do, q, k, v, dq, dk, dv) in enumerate(zip(*parts)):
         if causal and k.shape[0] < q.shape[0]:
@@ -200,7 +200,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         causal = False
         if T > 1:
             mask = torch.ones(T, Tk, dtype=torch.bool, device=q.device).tril(Tk - T)
-    # A branch, because comparing sizes gives no bool while torch.compile treats them as symbols.
+    # A branch, because a comparison of sizes is no bool while torch.compile uses symbolic sizes.
     grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
     qh, kh, vh = (x.transpose(1, 2) for x in (q[:, unseeing:], k, v))
     options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "scale": scale, **grouped}

@@ -1,20 +1,20 @@
-"""dk and dv of causal attention for Hopper GPUs, in Gluon: a role for each group of warps.
+"""dk and dv of causal attention for Hopper GPUs, in Gluon, with warp-specialized roles.
 
-The formula is that of triton.py, whose dq kernel runs before and leaves delta; there
-is no dropout and there are no documents. Roles, rings, pairs of tiles and the order of products
-are those of hopper_triton.py, whose notes explain them, the other way round: a consumer
-owns HALF keys, and ROWS queries after ROWS queries come by, with their do, lse and delta.
+The formula is that of triton.py, whose dq kernel runs before and computes delta; dropout and
+documents are not supported. Roles, rings, pairs of tiles and the order of products are those of
+hopper_triton.py, whose notes explain them, the other way round: a consumer owns HALF keys, and
+blocks of ROWS queries arrive with their do, lse and delta.
 
-[Note: products in flight] Of a block of queries a consumer issues s = k q^T and dp = v do^T. p is
-made while dp is in flight. Both are rounded to 16 bits when nothing is in flight any more, then
+[Note: products in flight] For a block of queries a consumer issues s = k q^T and dp = v do^T. p is
+computed while dp is in flight. Both are rounded to 16 bits once nothing is in flight, then
 dv += p do and dk += ds q are issued and waited for. The assembler (ptxas 12.8 to 13.4) waits for
 every single product of a kernel that rounds an operand while another product is in flight (its
 warning C7513), or whose sums stay in flight into the next block (C7512: too few registers); `make
 aot` refuses both. The other consumer's products run meanwhile.
 
-Rows beyond the end come as zeros, of q and do as of lse and delta: p is 1 there, and adds 0 to dv
-and dk. For heads of 64 alone: with 128 the sums take 128 of a thread's registers, of 240, and 48
-(Triton 3.6) and 128 bytes (3.9) of a thread are spilled.
+Rows beyond the end are zeros in q and do as in lse and delta: p is 1 there, and adds 0 to dv and
+dk. Only for heads of 64: with 128 the sums take 128 of a thread's 240 registers, and 48 (Triton
+3.6) or 128 bytes (3.9) per thread are spilled.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from fastpar.kernels.triton_launch import Boxed, cdiv, launch, sm_count
 ROWS = gl.constexpr(64)  # queries of a block
 AOT_ARCHS = (90,)
 SLOTS = 3  # of queries
-KV_SLOTS = 2  # the next tile's keys are there before this one's are done with
+KV_SLOTS = 2  # the next tile's keys arrive before this tile's are finished
 
 
 @gluon.jit
@@ -229,7 +229,7 @@ def _attention_hopper_bwd_dkdv_kernel(
 
 
 def _lines_of(x: Tensor) -> Boxed:
-    """x [B, H, T], fp32, seen as [B * H, T] in boxes of [1, ROWS]."""
+    """x [B, H, T], fp32, viewed as [B * H, T] in boxes of [1, ROWS]."""
     B, H, T = x.shape
     return Boxed(x, layout_of((B * H, T), (T, 1), (1, ROWS.value), x.dtype))
 
@@ -238,7 +238,7 @@ def attention_hopper_dkdv(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
     scale: float,
 ) -> None:  # fmt: skip
-    """Writes dk and dv of what peers.refusal_of_backward() does not refuse."""
+    """Writes dk and dv of a call that peers.refusal_of_backward() does not refuse."""
     B, T, H, _ = q.shape
     kv_heads, n_tiles = k.shape[2], cdiv(T, BLOCK.value)
     pairs = B * kv_heads * cdiv(n_tiles, 2)

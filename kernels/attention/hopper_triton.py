@@ -1,29 +1,29 @@
-"""Causal attention's forward for Hopper GPUs, in Gluon: a role for each group of warps.
+"""Causal attention's forward for Hopper GPUs, in Gluon, with warp-specialized roles.
 
-The formula, o and lse are those of triton.py, without dropout and documents. A program
-has 12 warps: two consumers, groups of four warps that own HALF queries each, and a producer, whose
-first warp issues all copies from global memory (TMA) while the consumers compute.
+The formula, o and lse are those of triton.py, without dropout and documents. A program has 12
+warps: two consumers, groups of four warps that own HALF queries each, and a producer, whose first
+warp issues all copies from global memory (TMA) while the consumers compute.
 
 [Note: barriers] Q, K and V are rings of slots in shared memory; ring() gives slot and phase of the
-n-th use. The producer fills a slot when both consumers have arrived at its `empty` barrier, the
-consumers read it when the bytes announced at its `full` barrier are there. A producer that waits
-for the phase before the first passes at once: the slots begin empty. tests/ops/
+n-th use. The producer fills a slot once both consumers have arrived at its `empty` barrier, the
+consumers read it once the bytes announced at its `full` barrier have arrived. A producer that waits
+for the phase before the first passes at once: the slots start empty. tests/ops/
 test_attention_hopper.py runs this file's roles as Python, with numbers, and proves every order of
 their barriers, copies and products safe.
 
 [Note: overlap] A consumer issues QK(j), then PV(j - 1), and computes the softmax of QK(j) while
-PV(j - 1) is in flight. Nothing that the assembler sees orders that softmax before the wait for
-PV(j - 1), and it moves the wait to the front of it. So a barrier that has completed already is
-waited for once more in between: the loop of such a wait ends a basic block, which the wait for the
-product is not moved out of. Probabilities are rounded to 16 bits after that wait, into the
-registers that PV(j - 1) reads until then. `make aot` counts the exponentials with a product in
-flight, and refuses writes to its registers.
+PV(j - 1) is in flight. Nothing visible to the assembler orders that softmax before the wait for
+PV(j - 1), and it moves the wait in front of it. So the code waits once more for an already
+completed barrier in between: the loop of such a wait ends a basic block, and the assembler does not
+move the wait for the product out of its block. Probabilities are rounded to 16 bits after that
+wait, into the registers that PV(j - 1) reads until then. `make aot` counts the exponentials with a
+product in flight, and refuses writes to its registers.
 
 [Note: pairs] Query tiles have BLOCK rows, as many as key blocks have keys: only the diagonal block
 needs a mask, which hides keys beyond the end from the queries before it. Blocks go from the
 diagonal to the first, so every query has seen a key from the first block on. A program takes pairs
-of tiles of one head, a long one, then a short one, so that all pairs are of equal length; with an
-odd number of tiles the longest is alone.
+of tiles of one head, a long one and a short one, so that all pairs are of equal length; with an odd
+number of tiles the longest is alone.
 
 Source: Shah et al. 2024, arXiv 2407.08608.
 """
@@ -50,14 +50,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from fastpar.kernels.attention.triton import LOG2_E, aot_inputs
 from fastpar.kernels.triton_launch import Boxed, cdiv, launch, sm_count
 
-# Triton 3.6's names of them, which later ones refuse.
+# Triton 3.6's names, which later versions refuse.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 HALF = gl.constexpr(64)  # queries of a consumer
 BLOCK = gl.constexpr(128)  # queries of a tile, keys of a block
 AOT_ARCHS = (90,)
 KV_SLOTS = 2
-Q_SLOTS = 2  # the next tile's queries are there before this one's are done with
+Q_SLOTS = 2  # the next tile's queries arrive before this tile's are finished
 
 
 @gluon.jit
@@ -255,7 +255,7 @@ def _attention_hopper_fwd_kernel(
 def layout_of(
     shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], dtype: torch.dtype
 ) -> TensorDescriptor:
-    """A descriptor without memory, made once for each layout: Triton checks it at length."""
+    """A descriptor without memory, made once per layout: Triton's checks of it are slow."""
     base = torch.empty(0, dtype=dtype, device="meta")
     kind = gl.float32 if dtype == torch.float32 else gl.bfloat16  # or any other 16 bits
     layout = gl.NVMMASharedLayout.get_default_for(list(box), kind)
@@ -263,14 +263,14 @@ def layout_of(
 
 
 def boxed(x: Tensor, rows: int) -> Boxed:
-    """x [B, T, H, D] seen as [B, H, T, D] in boxes of [1, 1, rows, D]."""
+    """x [B, T, H, D] viewed as [B, H, T, D] in boxes of [1, 1, rows, D]."""
     B, T, H, D = x.shape
     b, t, h, _ = x.stride()
     return Boxed(x, layout_of((B, H, T, D), (b, h, t, 1), (1, 1, rows, D), x.dtype))
 
 
 def attention_hopper_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """o, contiguous, and lse [B, H, T] of what peers.refusal_of_hopper() does not refuse."""
+    """o, contiguous, and lse [B, H, T] of a call that peers.refusal_of_hopper() does not refuse."""
     B, T, H, _ = q.shape
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, T), dtype=torch.float32, device=q.device)

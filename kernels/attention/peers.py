@@ -1,24 +1,24 @@
-"""Others' attention kernels behind the op `attention`: forward and backward, each by the fastest.
+"""Other libraries' attention kernels behind the op `attention`; the fastest right ones run.
 
-    own        this package's: dropout and documents, too; the same bits on every layout
+    own        this package's: supports dropout and documents; the same bits on every layout
     hopper     this package's kernels for sm_90: hopper_triton.py and hopper_bwd_triton.py
     flash      torch's FlashAttention 2
     cudnn      torch's call of cuDNN
     efficient  torch's memory-efficient kernel (fp32, too)
-    fa4        flash-attn-4, where that package is installed
+    fa4        flash-attn-4, if that package is installed
     cpu        torch's flash kernel for CPU tensors
 
-All keep of a row the logarithm of its sum of exponentials, so that any forward goes with any
-backward, ours included. fastpar/doctor tries each on the machine at hand: what is right and faster
-serves plain calls (no dropout, no documents) from then on, forward and backward chosen apart.
-FASTPAR_ATTENTION=<name> forces one, and is refused where it would be ignored; FASTPAR_BACKEND=cpp
+All keep the logarithm of a row's sum of exponentials, so that any forward can be combined with any
+backward, ours included. fastpar/doctor tries each on this machine: from then on the right and
+fastest serve plain calls (no dropout, no documents), chosen separately for forward and backward.
+FASTPAR_ATTENTION=<name> forces one, and is an error where it would be ignored; FASTPAR_BACKEND=cpp
 or triton forces `own`; FASTPAR_PEERS=-<name>,... leaves some out. Under
-torch.use_deterministic_algorithms `own` serves: others' backward adds in any order (torch: flash
-only unless asked otherwise, cuDNN and efficient always), and their forward may cut a row's keys by
-the size of the batch.
+torch.use_deterministic_algorithms `own` serves: other backwards add in any order (torch: flash
+unless requested otherwise, cuDNN and efficient always), and other forwards may split a row's keys
+depending on the batch size.
 
-[Note: others' masks] With dropout others draw masks of their own, which are not the same mask on
-every layout: such calls are `own`'s, and refused where another is forced.
+[Note: others' masks] With dropout, others draw their own masks, which are not the same on every
+layout: such calls run `own`, and are refused if another is forced.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Peer(NamedTuple):
         forward: (q, k, v, causal, scale) -> o, lse; all [B, T, H, D], lse [B, H, T], natural, in
             base 2 if in_place.
         backward: (do, q, k, v, o, lse, causal, scale) -> dq, dk, dv; None: it has none.
-        device, dtypes, most: what it takes; most: the largest head dimension.
-        apart: it is tried in a process of its own, for it may hang.
-        in_place: forward gives and backward takes the own statistics; backward takes dq, dk and dv
-            behind scale, and writes these.
+        device, dtypes, most: what it supports; most: the largest head dimension.
+        in_subprocess: its trial runs in a process of its own, because it may hang.
+        in_place: forward returns and backward takes `own`'s statistics; backward takes dq, dk and
+            dv after scale, and writes them.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -64,7 +64,7 @@ class Peer(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     most: int
     in_place: bool = False
-    apart: bool = False
+    in_subprocess: bool = False
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
@@ -142,7 +142,7 @@ def _cpu_bwd(do, q, k, v, o, lse, causal, scale):
 
 @functools.cache
 def _fa4():
-    """flash-attn-4, None without it; flash-attn 2 has another package of the name flash_attn."""
+    """flash-attn-4, None without it; flash-attn 2 has another package named flash_attn."""
     try:
         return importlib.import_module("flash_attn.cute.interface")
     except ImportError:
@@ -164,7 +164,7 @@ _HOPPER_HEAD_DIMS = (64, 128)
 def _gluon_found() -> bool:
     try:
         return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
-    except ModuleNotFoundError:  # no triton at all, or one before Gluon
+    except ModuleNotFoundError:  # no Triton at all, or one before Gluon
         return False
 
 
@@ -189,7 +189,7 @@ def refusal_of_hopper(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -
 def _refuse(name: str, why: str) -> None:
     if why:
         raise RuntimeError(
-            f"{name}: expected a call that it can serve, got one that it cannot: it {why}; call "
+            f"{name}: expected a call that it supports, got one that it does not: it {why}; call "
             "attention"
         )
 
@@ -198,7 +198,7 @@ def attention_forward_hopper(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """o, contiguous, and lse [B, H, T] in base 2 of causal attention without dropout. Raises
-    RuntimeError where refusal_of_hopper() refuses. scale: 1 / sqrt(D) by default."""
+    RuntimeError if refusal_of_hopper() refuses. scale: 1 / sqrt(D) by default."""
     _refuse("attention_forward_hopper", refusal_of_hopper(q, k, v))
     from fastpar.kernels.attention.hopper_triton import attention_hopper_fwd
 
@@ -206,7 +206,7 @@ def attention_forward_hopper(
 
 
 def refusal_of_backward(q: Tensor) -> str:
-    """Why attention_backward_hopper cannot serve what the forward can; "" if it can."""
+    """Why attention_backward_hopper cannot serve a call that the forward can; "" if it can."""
     if q.shape[-1] != 64:
         return f"has a backward for head dimension 64, not {q.shape[-1]}"
     if q.shape[1] % 4:
@@ -218,8 +218,8 @@ def attention_backward_hopper(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     dq: Tensor, dk: Tensor, dv: Tensor, scale: float | None = None,
 ) -> None:  # fmt: skip
-    """Writes dq, dk and dv, which may be parts of one tensor: dq by the same kernel as everywhere.
-    lse is the forward's; what refusal_of_backward() refuses, too, is a RuntimeError."""
+    """Writes dq, dk and dv, which may be slices of one tensor; dq by the usual Triton kernel. lse
+    is the forward's; RuntimeError also for calls that refusal_of_backward() refuses."""
     _refuse("attention_backward_hopper", refusal_of_hopper(q, k, v) or refusal_of_backward(q))
     from fastpar.kernels.attention.triton import attention_bwd
 
@@ -238,7 +238,7 @@ def _hopper_bwd(do, q, k, v, o, stats, causal, scale, dq, dk, dv) -> None:
 
 
 PEERS = {
-    "hopper": Peer(_hopper_fwd, _hopper_bwd, "cuda", _HALF, 128, in_place=True, apart=True),
+    "hopper": Peer(_hopper_fwd, _hopper_bwd, "cuda", _HALF, 128, in_place=True, in_subprocess=True),
     "flash": Peer(_flash_fwd, _flash_bwd, "cuda", _HALF, 256),
     "cudnn": Peer(_cudnn_fwd, _cudnn_bwd, "cuda", _HALF, 128),
     "efficient": Peer(_efficient_fwd, _efficient_bwd, "cuda", (*_HALF, torch.float32), 256),
@@ -262,7 +262,7 @@ def read_left_out(text: str) -> frozenset[str]:
     names = [name for name in text.split(",") if name]
     if any(name[0] != "-" or name[1:] not in PEERS for name in names):
         raise ValueError(
-            f"attention: expected names of {', '.join(PEERS)}, each with a minus before it, got "
+            f"attention: expected names of {', '.join(PEERS)}, each after a minus sign, got "
             f"FASTPAR_PEERS={text}; correct it"
         )
     return frozenset(name[1:] for name in names)
@@ -309,14 +309,14 @@ def refusal(
 
 
 def wanted(op: str, q: Tensor, direction: int) -> str:
-    """Who shall serve such calls, if able: as asked by the variables, else as the proof says."""
+    """The preferred server of such calls: by the variables, else by the proof."""
     if choice.is_trying():
         return choice.server(op, q, direction)
     return forced or (OWN if backend.forced() else choice.server(op, q, direction))
 
 
 def refuse_to_ignore(op: str, q: Tensor) -> None:
-    """For a call that torch's own function serves: FASTPAR_ATTENTION asked for something else.
+    """Refuses to ignore FASTPAR_ATTENTION in a call that torch's own function serves.
 
     Raises:
         RuntimeError: it is set.
@@ -330,7 +330,7 @@ def refuse_to_ignore(op: str, q: Tensor) -> None:
 
 
 def serving(op: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, direction: int) -> str:
-    """Who serves a call instead of the own kernel, "" for none; direction: 0 forward, 1 backward.
+    """Who serves a call instead of fastpar's kernel, "" for none; direction: 0 forward, 1 backward.
 
     op: "attention" for plain calls, "attention_masked" for those with dropout or documents.
 
@@ -351,21 +351,21 @@ def serving(op: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, direction: i
         why = "promises no equal bits, as torch.use_deterministic_algorithms asks"
     if why:
         raise ValueError(
-            f"attention: expected a call that FASTPAR_ATTENTION={name} can serve, got one that it "
-            f"cannot: it {why}; unset FASTPAR_ATTENTION"
+            f"attention: expected a call that FASTPAR_ATTENTION={name} supports, got one that it "
+            f"does not: it {why}; unset FASTPAR_ATTENTION"
         )
     choice.refuse_peer(op, q, name, "FASTPAR_ATTENTION")
     return name
 
 
 def from_natural(lse: Tensor, base_2: bool) -> Tensor:
-    """The own backward's statistics from lse [B, H, T] in base e; base_2: as forward()'s."""
+    """Statistics for `own`'s backward from lse [B, H, T] in base e; base_2: as in forward()."""
     stats = lse * LOG2_E if base_2 else torch.stack((lse, torch.ones_like(lse)), -1)
     return stats.contiguous()
 
 
 def to_natural(stats: Tensor, q: Tensor) -> Tensor:
-    """The way back."""
+    """The inverse of from_natural()."""
     lse = stats / LOG2_E if stats.dim() < q.dim() else stats[..., 0] - stats[..., 1].log()
     return lse.contiguous()
 
@@ -373,10 +373,10 @@ def to_natural(stats: Tensor, q: Tensor) -> Tensor:
 def forward(
     name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, base_2: bool
 ) -> tuple[Tensor, Tensor]:
-    """o [B, T, H, D], contiguous, and the statistics that the own backward takes.
+    """o [B, T, H, D], contiguous, and the statistics that `own`'s backward takes.
 
-    base_2: of the Triton kernels: lse [B, H, T] in base 2; else of the C++ kernel: a row's largest
-        score and the inverse of its sum, [B, H, T, 2].
+    base_2: for the Triton kernels: lse [B, H, T] in base 2; else for the C++ kernel: a row's
+        largest score and the inverse of its sum, [B, H, T, 2].
     """
     o, lse = PEERS[name].forward(q, k, v, causal, scale)
     if not PEERS[name].in_place:
@@ -390,7 +390,7 @@ def backward(
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv, from the statistics of any forward."""
     run = PEERS[name].backward
-    assert run is not None  # choice never names one without
+    assert run is not None  # choice never names a peer without a backward
     if PEERS[name].in_place:
         run(do, q, k, v, o, stats, causal, scale, *grads)
         return

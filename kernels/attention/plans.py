@@ -1,11 +1,11 @@
-"""Which tile each attention kernel uses on which GPU, and what launches get besides tensors.
+"""Tiles of each attention kernel per GPU, and the other launch arguments besides tensors.
 
-Two tables say how much of L2 keys may take and which tiles there are: attention_configs.json is
-arch -> kernel -> head dim -> variant -> Config, attention_sections.json arch -> Section;
-config_table.py reads them, `python -m bench tune` writes them.
+Two tables hold the share of L2 for keys and the tiles: attention_configs.json is arch -> kernel ->
+head dim -> variant -> Config, attention_sections.json arch -> Section; config_table.py reads them,
+`python -m bench tune` writes them.
 
-Plans are computed once for tensors of equal layouts: a call would else spend more time on this than
-on the launch. Tiles and sections are arguments, so that a table that is tuned is obeyed at once.
+Plans are computed once for tensors of equal layouts: otherwise a call would spend more time on this
+than on the launch. Tiles and sections are arguments, so that a tuned table takes effect at once.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Config(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
-    load: str  # "tma": K, V (Q, dO) by Hopper's tensor memory accelerator where alignment allows
+    load: str  # "tma": K, V (Q, dO) by Hopper's tensor memory accelerator if alignment allows
 
 
 def table_for(arch: int) -> int:
-    """The table that serves a compute capability (80 for 8.0).
+    """The architecture whose section serves a compute capability (80 for 8.0).
 
-    86 is for 100 KB of shared memory: 8.6, 8.9 and 12.x, and for anything older than 8.0.
+    86 is for 100 KB of shared memory: 8.6, 8.9 and 12.x, and anything older than 8.0.
     """
     if 90 <= arch < 120:
         return 90
@@ -63,12 +63,12 @@ _ALLOWED: dict[str, Any] = {
 def candidates(arch: int, kernel: str, head_dim: int, variant: str) -> list[Config]:
     """Configs worth timing: tiles that fit registers and shared memory by arithmetic.
 
-    More than 160 values of scores and accumulators a thread spill, and more warps than 16-row
+    More than 160 values of scores and accumulators per thread spill, and more warps than 16-row
     slices of the scores compute the same rows twice.
     """
     element_bytes = 4 if variant == "fp32" else 2
     n_scores, n_outputs = {"fwd": (1, 1), "bwd_dq": (2, 1), "bwd_dkdv": (2, 2)}[kernel]
-    ordered = variant == "dropout" and kernel != "bwd_dkdv"  # keys in an order no descriptor has
+    ordered = variant == "dropout" and kernel != "bwd_dkdv"  # an order of keys without descriptors
     loads = ("tma", "ptr") if arch == 90 and variant != "fp32" and not ordered else ("ptr",)
     found = []
     for block_q, block_k, num_warps in itertools.product((32, 64, 128), (32, 64, 128), (4, 8)):
@@ -95,7 +95,7 @@ get_config = TABLE.get  # (arch, kernel, padded head dim, variant) -> Config
 
 
 class Section(NamedTuple):
-    """Keys and values that L2 holds beside the rest; see triton.py [Note: order]."""
+    """Keys and values that L2 holds besides the rest; see triton.py [Note: order]."""
 
     megabytes: int
 
@@ -116,8 +116,8 @@ def layout_of(
     shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, block: int, block_d: int
 ) -> Layout | None:
     """How a descriptor sees x [B, T, H, D] as [B, H, T, D] in boxes of [1, 1, block, block_d]; None
-    where it cannot: it takes steps of 16 bytes (and addresses, which aligned() looks at), no
-    broadcast. Triton checks a descriptor's fields at length: once for each layout."""
+    if it cannot: it requires steps of 16 bytes (and addresses, which aligned() checks), and no
+    broadcast. Made once per layout, because Triton's checks of a descriptor are slow."""
     B, T, H, D = shape
     b, t, h, _ = stride
     if min(*shape, b, t, h) <= 0 or (b | t | h) * dtype.itemsize % 16:  # a size is a power of 2
@@ -129,7 +129,7 @@ def layout_of(
 
 
 def aligned(x: Tensor, y: Tensor) -> bool:
-    """Whether both addresses are such that a descriptor can hold them."""
+    """Whether a descriptor can hold both addresses."""
     return (x.data_ptr() | y.data_ptr()) % 16 == 0
 
 
@@ -139,7 +139,7 @@ def tma_reads(x: Tensor) -> bool:
 
 
 def heads_per_section(k: tuple[int, ...], itemsize: int, megabytes: int) -> int:
-    """Key heads that fit in L2 with their values, of k [B, Tk, Hkv, D]; triton.py
+    """Number of key heads that fit in L2 with their values, for k [B, Tk, Hkv, D]; triton.py
     [Note: order]."""
     return max(1, (megabytes << 20) // (2 * k[1] * k[3] * itemsize))
 
@@ -152,7 +152,7 @@ def _tiles(rows: int, block: int, n: int, varlen: bool) -> int:
 def _constants(
     D: int, config: Config, causal: bool, dropout: bool, varlen: bool, n: int, **more: Any
 ) -> dict[str, Any]:
-    """Of all three kernels, and how they are run; more: in between."""
+    """Constants of all three kernels, and how they are run; more: inserted in between."""
     from fastpar.kernels.triton_launch import next_power_of_2
 
     tile = {"BLOCK_Q": config.block_q, "BLOCK_K": config.block_k}
@@ -163,7 +163,7 @@ def _constants(
 
 
 class FwdPlan(NamedTuple):
-    """What a launch gets besides tensors, the scale and the mask; the same for equal layouts."""
+    """Launch arguments besides tensors, the scale and the mask; the same for equal layouts."""
 
     grid: tuple[int, ...]
     k: Layout | None
@@ -196,7 +196,7 @@ def fwd_plan(
 
 
 class BwdPlan(NamedTuple):
-    """What the two launches get besides tensors, the scale and the mask; see FwdPlan."""
+    """Arguments of the two launches besides tensors, the scale and the mask; see FwdPlan."""
 
     boxes: tuple[Layout | None, ...]  # of dq's k and v, of dk and dv's do and q
     grids: tuple[tuple[int, ...], tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""Attention in Triton, forward and backward: each kernel is the owner of what it writes.
+"""Attention in Triton, forward and backward: each program owns the output that it writes.
 
     s = scale * q k^T,  lse = log2(sum_j 2**(s_j log2 e)),  p = 2**(s log2 e - lse),
     o = (p * keep / (1 - dropout)) v
@@ -9,24 +9,24 @@ accumulators are fp32. Saved for backward besides the inputs and o: lse (base 2,
 query that sees nothing, so that its probabilities are computed again as 0).
 
 [Note: phases] Keys come in two loops: tiles that every query of the program sees, without any
-mask, then the tiles that the diagonal or the end of the keys cuts. A mask costs as many
+mask, then the tiles that the diagonal or the end of the keys crosses. A mask costs as many
 instructions as a quarter of the softmax, and at T = 1024 seven tiles of eight need none.
 
 [Note: order] Programs start in the order of their index. Under a causal mask the longest come
 first, so that the last to end are short. They go through `section` heads at a time, whose keys and
-values fit in L2 together; without that the longest-first order would touch all heads at once.
+values fit in L2 together; otherwise the longest-first order would touch all heads at once.
 
 [Note: documents] With cu_seqlens, document d has at most cu[d+1] // BLOCK - cu[d] // BLOCK + 1
 tiles, so its first tile gets the number cu[d] // BLOCK + d: the grid of total // BLOCK + n programs
 is known without reading cu_seqlens on the host, and a program finds its document by bisection. All
-bounds are clamped to [0, total]: from a wrong cu_seqlens follow wrong results, but no address
-outside the tensors.
+bounds are clamped to [0, total]: a wrong cu_seqlens gives wrong results, but no address outside the
+tensors.
 
 [Note: key order] A Philox call gives the bits of 16 neighbouring keys, but a thread holds keys
 2c, 2c + 1, 2c + 8, ... of a row of scores (c = lane % 4: the fragment of the matrix instruction).
 With dropout the 64 keys of a tile are therefore loaded in an order that gives a thread 16
-neighbours: place 8 j + 2 c + e holds key 16 c + 2 j + e. Sums over keys change their order, nothing
-else changes, and no bit is exchanged between threads or computed twice. K and V are then read by
+neighbours: position 8 j + 2 c + e holds key 16 c + 2 j + e. Only the order of sums over keys
+changes, and no bit is exchanged between threads or computed twice. K and V are then read by
 pointers: a descriptor's box has the order of memory.
 
 Backward:
@@ -36,22 +36,22 @@ Backward:
 
 p is computed again from q, k and lse. _attention_bwd_dq_kernel owns BLOCK_Q queries, also computes
 their delta, and walks over keys like the forward. _attention_bwd_dkdv_kernel runs after it, owns
-BLOCK_K keys of one key head and walks over the queries that see them, of each query head of the
-group in turn. So every sum has one order, without atomics: gradients are the same bits in every
+BLOCK_K keys of one key head and walks over the queries that see them, for each query head of the
+group in turn. So every sum has one order, without atomics: gradients have the same bits in every
 run. The price is that scores and dp are computed twice (seven matrix products instead of five).
 
 With dropout, kept = p * keep: ds * (1 - dropout) = kept * (do v^T) - p * delta * (1 - dropout), and
 dq, dk and dv are scaled once by 1 / (1 - dropout).
 
-[Note: fp32] In fp32 the statistics themselves are what is rounded: lse by its own size, and delta
-and dp by two different sums, which shows where few keys share a row. So for fp32 inputs
+[Note: fp32] In fp32 the statistics themselves dominate the rounding: lse by its own size, and delta
+and dp by two different sums, which shows if few keys share a row. So for fp32 inputs
 _attention_bwd_dq_kernel first walks over the keys once more for sum(p), whose inverse it writes
-beside delta as `norm` and by which both kernels correct p, and for delta = sum(p * keep * dp). The
-correction holds for the very scores it was made for, so both kernels multiply q k^T.
+after delta as `norm` and by which both kernels correct p, and for delta = sum(p * keep * dp). The
+correction is valid only for exactly these scores, so both kernels multiply q k^T.
 
 [Note: transposed] _attention_bwd_dkdv_kernel holds scores as [BLOCK_K, BLOCK_Q]: p^T and ds^T are
-then left operands and stay in registers. With dropout, for [Note: key order], and in fp32 it holds
-them as [BLOCK_Q, BLOCK_K] and passes p and ds through shared memory instead.
+then left operands and stay in registers. With dropout, because of [Note: key order], and in fp32 it
+holds them as [BLOCK_Q, BLOCK_K] and passes p and ds through shared memory instead.
 
 Source: Dao 2023, arXiv 2307.08691.
 """
@@ -300,7 +300,7 @@ def _attention_fwd_kernel(
 
 
 def mask_source(key: Tensor | None, bits: Tensor | None, device: torch.device) -> Tensor | None:
-    """What kernels know the mask from: its bits, or the key to draw it; None: there is no mask."""
+    """The source of the kernels' mask: its bits, or the key to draw it; None: there is no mask."""
     return bits if bits is not None or key is None else device_key(key, device)
 
 
@@ -311,8 +311,7 @@ def attention_fwd(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o, contiguous, and lse: [B, H, T] for q [B, T, H, D], [H, total] for q [total, H, D].
 
-    bits: the mask, where __init__.py keeps it; it is drawn without, then its rows are those
-    from first_row on.
+    bits: the mask, if __init__.py keeps it; else it is drawn, with its rows from first_row on.
     """
     arch, dtype = gpu_arch(q.device), q.dtype
     varlen, fp32, dropout = cu_seqlens is not None, dtype == torch.float32, threshold > 0
@@ -663,9 +662,9 @@ def attention_bwd(
     cu_seqlens: Tensor | None, bits: Tensor | None = None, first_row: int | None = None,
     hopper: bool = False,
 ) -> None:  # fmt: skip
-    """Writes dq, dk and dv, maybe parts of one packed tensor; the rest is as in the forward.
+    """Writes dq, dk and dv, possibly slices of one packed tensor; the rest is as in the forward.
 
-    hopper: dk and dv by the kernel of hopper_bwd_triton.py, where that can serve.
+    hopper: dk and dv by the kernel of hopper_bwd_triton.py, if it supports the call.
     """
     arch, dtype = gpu_arch(q.device), q.dtype
     varlen, fp32, dropout = cu_seqlens is not None, dtype == torch.float32, threshold > 0
@@ -682,7 +681,7 @@ def attention_bwd(
         SECTIONS.get(arch).megabytes,
     )  # fmt: skip
     delta = torch.empty_like(lse)
-    norm = torch.empty_like(lse) if fp32 else delta  # not touched otherwise
+    norm = torch.empty_like(lse) if fp32 else delta  # not used otherwise
     mask = mask_source(key, bits, q.device)
 
     k_box, v_box, do_box, q_box = plan.boxes

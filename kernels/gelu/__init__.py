@@ -7,10 +7,10 @@ u = x + bias, then
 
 The compiled tanh form (C++) and both forms in Triton are one pass each way. The tanh form is
 evaluated as u * sigmoid(2k(u + 0.044715u^3)), the same function with one exp and one division; on
-CPU the erf form is torch's. Saved for backward: x and bias, the inputs, so that nothing is kept
-which the layer before does not hold anyway; u and the sigmoid are recomputed. dbias sums fixed
-blocks of rows, the blocks in order, so its bits depend neither on threads nor on the run. How the
-Triton kernels are cut on which GPU: gelu_configs.json is arch -> Config; see config_table.py.
+CPU the erf form is torch's. Saved for backward: x and bias, the inputs, so that nothing extra is
+kept; u and the sigmoid are recomputed. dbias sums fixed blocks of rows, the blocks in order, so its
+bits depend neither on threads nor on the run. Tile sizes of the Triton kernels per GPU:
+gelu_configs.json is arch -> Config; see config_table.py.
 Source: Hendrycks, Gimpel 2016, arXiv 1606.08415.
 """
 
@@ -33,9 +33,9 @@ from fastpar.kernels.op import check_float, check_vector, define_autograd, defin
 class Config(NamedTuple):
     """Tile and occupancy of one architecture.
 
-    Bandwidth times latency, by the data sheets: an H200 needs about 25 KB in flight a
+    Bandwidth times latency, by the data sheets: an H200 needs about 25 KB in flight per
     multiprocessor, an A100 12 KB. A program of backward loads 8 KB at a time with 2048 elements;
-    its 80 to 96 registers a thread let five be resident.
+    its 80 to 96 registers per thread let five be resident.
     """
 
     tile: int  # elements a program has in flight
@@ -44,7 +44,7 @@ class Config(NamedTuple):
 
 
 def candidates(arch: int) -> list[Config]:
-    """Configs worth timing: 8 to 32 elements a thread."""
+    """Configs worth timing: 8 to 32 elements per thread."""
     found = itertools.starmap(Config, itertools.product((1024, 2048, 4096), (4, 8), (3, 4, 5, 6)))
     return [config for config in found if 8 <= config.tile // (32 * config.num_warps) <= 32]
 
@@ -146,7 +146,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
 
     Args:
         x: [..., C], bf16 | fp16 | fp32; fp64 by torch, which rounds the last numel % 16 elements
-            otherwise.
+            differently.
         bias: [C], dtype of x or fp32, on x's device, or None.
         approximate: "tanh" (GPT-2's) or "none" (the erf form).
     Returns:
@@ -154,7 +154,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
     Raises:
         ValueError: bias is not [C], of another dtype or on another device; x has no floating
             dtype; approximate is neither form.
-        RuntimeError: a second derivative is asked for.
+        RuntimeError: a second derivative is requested.
     Traffic: 2 * x.numel() * x.element_size() bytes forward, 3 * ... backward.
     Deterministic: yes, bitwise, forward and backward, for any number of threads.
     Oracle: fastpar.kernels.reference.bias_gelu_ref
@@ -182,7 +182,7 @@ def gelu_mlp(
     Returns:
         y: [..., G]. x, the weights and two tensors [..., F] are kept for backward.
     Raises:
-        ValueError, RuntimeError: of these ops.
+        ValueError, RuntimeError: as these ops.
     Deterministic: yes, bitwise.
     Oracle: fastpar.kernels.reference.gelu_mlp_ref
     """

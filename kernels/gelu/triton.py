@@ -8,11 +8,12 @@ infinities need no special case and NaN passes:
     erf form   y = u * P(u),  y' = P(u) + u * 2^(-log2(e) u^2 / 2) / sqrt(2 pi)
                P(u) = (1 + erf(u / sqrt(2))) / 2
 
-Both passes move each element once and are bound by that, so tiles only have to keep enough 16-byte
-accesses in flight: ROWS x BLOCK_C with 16 elements a thread. Forward has a program for each tile.
-Backward walks down a column of tiles and keeps the bias's bit of it, the sum of dx, in registers:
-each program writes one row of partials, and a second kernel adds these in a fixed order. The number
-of row ranges follows the number of multiprocessors, so dbias has the same bits on the same GPU.
+Both passes move each element once and are limited by that, so tiles only have to keep enough
+16-byte accesses in flight: ROWS x BLOCK_C with 16 elements per thread. Forward has a program per
+tile. Backward walks down a column of tiles and keeps the bias's gradient, the sum of dx, in
+registers: each program writes one row of partials, and a second kernel adds these in a fixed order.
+The number of row ranges follows the number of multiprocessors, so dbias has the same bits on the
+same GPU.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _bias_gelu_bwd_dbias_kernel(
 
 @functools.cache
 def block_columns(C: int) -> int:
-    """Columns of a tile: the widest that divides C, else that leaves at most 1/16 of it idle."""
+    """Columns of a tile: the widest that divides C, else that leaves at most 1/16 of it unused."""
     for spare in (0, C // 16):
         for width in (512, 256, 128):
             if cdiv(C, width) * width <= C + spare:

@@ -4,25 +4,24 @@
     dx = dy @ weight,  dweight = dy.T @ x,  dbias = sum of dy over the rows
 
 On CUDA these are torch's own GEMMs: with GELU or sums over rows in cublasLt's epilogues forward and
-backward took longer together (an H200, C=768). In fp32 on CPU torch calls
-MKL, which uses AVX-512 on Intel machines only. On other makers' AVX-512 machines the products are
-our own (csrc/gemm_cpu.cpp): on one EPYC 9005 core, at GPT-2's shapes, 190 to 220 Gflop/s against
-MKL's 100.
+backward took longer in total (an H200, C=768). In fp32 on CPU torch calls MKL, which uses AVX-512
+on Intel machines only. On other makers' AVX-512 machines the products are our own
+(csrc/gemm_cpu.cpp): on one EPYC 9005 core, at GPT-2's shapes, 190 to 220 Gflop/s against MKL's 100.
 oneDNN, which torch also has, is as fast but allocates every result and sums in one long chain, so
-that its error is 2 to 3 times MKL's; ours is below MKL's. They read any strides.
+that its error is 2 to 3 times MKL's; ours is below MKL's. Ours read any strides.
 Saved for backward: x and weight, the inputs.
 
-[Note: bf16 on AMX] There ours (csrc/gemm_cpu.cpp) run where they are the faster ones: oneDNN's time
-over ours, one Intel CPU, 1024 rows:
+[Note: bf16 on AMX] Our products (csrc/gemm_cpu.cpp) run where they are faster: oneDNN's time
+divided by ours, one Intel CPU, 1024 rows:
                        C = 384: one thread   two      C = 768: one thread   two
     forward, dx        0.64 to 0.93   0.72 to 1.01    0.66 to 0.90   1.07 to 2.06
     dweight            1.05 to 1.08   1.09 to 1.27    1.04 to 1.16   1.27 to 1.51
-Ours have the same bits for any threads, rows and strides; oneDNN's have not.
+Ours have the same bits for any threads, rows and strides; oneDNN's do not.
 
-[Note: wide gradients] A 16-bit product is summed in fp32. Where gradients are kept in fp32 the one
-that gives dweight is stored, or added, as it is, instead of being rounded to 16 bits and copied:
-2 + 2 bytes an element less, and no rounding in between. Where a proof allows
-it (use_wide), so not under torch.use_deterministic_algorithms: results would depend on the proof.
+[Note: wide gradients] A 16-bit product is summed in fp32. If gradients are kept in fp32, the
+product for dweight is stored or added as it is, instead of being rounded to 16 bits and copied:
+2 + 2 bytes per element less, and no rounding in between. Only if a proof allows it (use_wide), and
+not under torch.use_deterministic_algorithms: results would depend on the proof.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ from fastpar.kernels.op import define_autograd, define_op, is_plain, refuse_doub
 if TYPE_CHECKING:
     from fastpar.kernels.linear.fp8 import Fp8
 
-# Multiply-adds of a product from which ours is faster than MKL's: measured equal at 64^3.
+# Multiply-adds of a product above which ours is faster than MKL's: measured equal at 64^3.
 _OURS_FROM = 1 << 18
-# Of bf16's, see [Note: bf16 on AMX].
+# The same for bf16, see [Note: bf16 on AMX].
 _TILE = 32  # rows and columns that are computed at once
 _WIDE = 768
 
@@ -95,10 +94,10 @@ def add_matmul_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 @functools.cache
 def depends_on_threads(dtype: torch.dtype) -> bool:
-    """Whether products on this CPU have other bits with two threads than with one, by trying one.
+    """Whether products on this CPU have different bits with two threads than with one; tries one.
 
-    Its sums cancel: what is left is their rounding, which shows the order in 16 bits too. Odd sizes
-    take the libraries' paths for remainders.
+    The test's sums cancel: the rest is their rounding, which shows the order in 16 bits too. Odd
+    sizes use the libraries' remainder code.
     """
     random = torch.Generator().manual_seed(0)
     drawn = torch.randn(197, 512, generator=random, dtype=torch.float32, device="cpu")
@@ -132,14 +131,14 @@ def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool =
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """dweight [F, C] in fp32 of dy [N, F] and x [N, C], whichever way a proof has chosen."""
+    """dweight [F, C] in fp32 of dy [N, F] and x [N, C], in the way that a proof has chosen."""
     if may_run("weight_gradient", x):
         return wide_product(dy.t(), x)
     return torch.mm(dy.t(), x).float()
 
 
 def use_wide(x: Tensor) -> bool:
-    """Whether gradients in fp32 come straight out of their products; see [Note: wide gradients]."""
+    """Whether fp32 gradients come directly from their products; see [Note: wide gradients]."""
     if x.dtype not in (torch.bfloat16, torch.float16) or backend.choice != "auto":
         return False
     if not ((x.is_cuda or backend.cuda_on_cpu) and x.numel()):
@@ -156,7 +155,7 @@ def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def linear_bwd(
     dy: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dweight: bool, need_dbias: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight, dbias; None for what is not needed."""
+    """dx, dweight, dbias; None for those not needed."""
     rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     return (
         matmul(rows, weight).view(x.shape) if need_dx else None,
@@ -206,7 +205,7 @@ define_autograd(_linear, _setup_context, _backward, once="linear")
 
 
 class _OwnBackward(torch.autograd.Function):
-    """The same layer, whose weight's gradient waits or has a place (weight_gradients.py)."""
+    """The same layer, whose weight gradient is delayed or written elsewhere (weight_gradients)."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, queue, place):
@@ -223,7 +222,7 @@ class _OwnBackward(torch.autograd.Function):
         if ctx.queue is None and need_dweight and is_plain(dy) and not torch.is_grad_enabled():
             found = ctx.place(ctx.weight)
         needed = (need_dx, need_dweight and ctx.queue is None and found is None, need_dbias)
-        if _is_ours(x, weight):  # may be asked for what only the op knows: batches of dy
+        if _is_ours(x, weight):  # the call may be one that only the op supports: batches of dy
             refuse_double_backward("linear")
             grads = _linear_bwd(dy, x, weight, *needed)
         else:
@@ -246,7 +245,7 @@ class _OwnBackward(torch.autograd.Function):
 
 
 def _product_later(a: Tensor, b: Tensor, wide: bool) -> Callable[[Tensor | None], Tensor]:
-    """For WeightGradients.later()."""
+    """The function for WeightGradients.later()."""
     if wide:
         return lambda out: wide_product(a, b) if out is None else matmul(a, b, out=out)
     return lambda out: matmul(a, b, out=out)
@@ -261,14 +260,14 @@ def linear(
         x: [..., C], any dtype that F.linear takes (fp64 too); strides are free.
         weight: [F, C], dtype of x.
         bias: [F], dtype of x, or None.
-        fp8: round the products' operands to 8 bits so, in forward and backward; fp8.py.
+        fp8: how to round the products' operands to 8 bits, in forward and backward; fp8.py.
     Returns:
-        y: [..., F]. x, with fp8 its codes, and weight are kept for backward.
+        y: [..., F]. x (with fp8 its codes) and weight are kept for backward.
     Raises:
-        ValueError: shapes that do not fit; fp8 with C or F no multiple of 16, or on a device
+        ValueError: shapes that do not fit; fp8 with C or F not a multiple of 16, or on a device
             without such products and without emulate.
-        RuntimeError: a second derivative is asked for where the product is our own.
-    Traffic: x, weight, bias and y once, if the machine's caches hold what the blocking keeps there.
+        RuntimeError: a second derivative is requested and the product is our own.
+    Traffic: x, weight, bias and y once, if the blocks fit into the machine's caches.
     Deterministic: yes, bitwise; our own products for any number of threads.
     Oracle: fastpar.kernels.reference.linear_ref
     """
@@ -294,7 +293,7 @@ def linear(
 
 
 def _is_ours(x: Tensor, weight: Tensor) -> bool:
-    """Whether the op runs, as some of its products are our own: dweight's at the least."""
+    """Whether the op runs, because some of its products are ours: at least dweight's."""
     return use_gemm(x, x.numel() // max(1, x.shape[-1]), *weight.shape, turned=True)
 
 

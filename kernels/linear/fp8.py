@@ -1,4 +1,4 @@
-"""Linear layers whose products are of 8-bit floats, summed in fp32: linear(fp8=).
+"""Linear layers with matrix products of 8-bit floats, summed in fp32: linear(fp8=).
 
     y = x8 @ w8.T      dx = dy8 @ w8      dweight = dy.T @ x8, or dy8.T @ x8      dbias = sum of dy
 
@@ -6,23 +6,23 @@ x8 and w8 are e4m3 (largest 448), dy8 is e5m2 (57344). A code stands for code * 
 are powers of two, so that scaling rounds nothing and a code's value is exact in bf16. Saved for
 backward: the weight, and x as 8-bit codes with their scales.
 
-[Note: scales] What a scale belongs to decides whether results depend on how a batch and a model are
-cut over ranks:
-    row     a row of a product's operand: a token's features, an output's weights. Tokens may be cut
-            anywhere, features nowhere.
-    block   128 neighbours in a row. Features may be cut at multiples of 128.
-    tensor  all of it, on all ranks. Known only afterwards: DelayedScales has those of the steps
-            before, so values can be beyond the largest code. They become that code and are counted.
+[Note: scales] The granularity of scales decides whether results depend on how ranks divide a batch
+and a model:
+    row     a row of a product's operand: a token's features, an output's weights. Tokens may be
+            divided anywhere, features nowhere.
+    block   128 neighbours in a row. Features may be divided at multiples of 128.
+    tensor  all of it, on all ranks. Known only afterwards: DelayedScales uses those of earlier
+            steps, so values can exceed the largest code. They become that code and are counted.
 A row's or block's scale is the least 2^k with which its largest value fits, so nothing in it
-overflows. dweight sums over tokens: with scales of rows or blocks their groups would be of tokens,
-as many as a rank happens to have, so there it is a product in the format of x.
+overflows. dweight sums over tokens: with row or block scales its groups would consist of tokens, as
+many as a rank happens to have, so there it is a product in the format of x.
 
-[Note: not finite] An infinity or NaN makes its row or block NaN, with a tensor's scale itself: a
-step that overflowed is seen by the norm of its gradients, as without fp8.
+[Note: not finite] An infinity or NaN makes its row or block NaN, with a tensor's scale only itself:
+the norm of the gradients shows that a step overflowed, as without fp8.
 
-[Note: emulation] The codes' values, multiplied in fp32: what a GPU computes but for the order of
-sums. With blocks the halves of a sum over features are added last, so that two ranks that have half
-of the features each, and add up their sums, have the same bits.
+[Note: emulation] The codes' values, multiplied in fp32: what a GPU computes, up to the order of
+sums. With blocks the halves of a sum over features are added last, so that two ranks with half of
+the features each, which add up their sums, have the same bits.
 
 Source: Micikevicius et al. 2022, arXiv 2209.05433 (formats, scales of steps before); DeepSeek-AI
 2024, arXiv 2412.19437 (scales of 128 values)
@@ -48,15 +48,15 @@ from fastpar.kernels.quantize import dequantize_blockwise
 
 BLOCK = 128  # values of a row that share a scale
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-_RUN = 4096  # values that are read at once, at most
-HISTORY = 16  # steps whose largest values make a tensor's scale
+_RUN = 4096  # most values that are read at once
+HISTORY = 16  # steps whose largest values determine a tensor's scale
 LEAST_CAPABILITY = (8, 9)  # of a GPU with products of 8-bit floats
 X, WEIGHT, DY = range(3)  # a layer's tensors
 _FORMATS = (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def power_of_two(top: Tensor, largest: float) -> Tensor:
-    """The least 2^k, from 2^-126 on, with top / 2^k <= largest; nan where top is not finite."""
+    """The least 2^k, at least 2^-126, with top / 2^k <= largest; nan if top is not finite."""
     bits = (top.float() / largest).view(torch.int32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
     scale = (exponent.clamp(1, 254) << 23).view(torch.float32)
@@ -64,10 +64,10 @@ def power_of_two(top: Tensor, largest: float) -> Tensor:
 
 
 class Codes(NamedTuple):
-    """A matrix in 8 bits: codes[N, K], and a scale for each `group` values of a row.
+    """A matrix in 8 bits: codes[N, K], and a scale per `group` values of a row.
 
     scales: fp32, [N, K / group], [] for all; None: codes are the values, which are not rounded.
-    flipped: codes[K, N] by rows, where they were asked for.
+    flipped: codes[K, N] by rows, if requested.
     """
 
     codes: Tensor
@@ -76,7 +76,7 @@ class Codes(NamedTuple):
     flipped: Tensor | None = None
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """What the codes stand for; sizes are multiples of 16, as a layer's widths."""
+        """The values of the codes; sizes are multiples of 16, as a layer's widths."""
         codes, scales, k = self.codes, self.scales, self.codes.shape[1]
         if scales is None:
             return codes.to(dtype)
@@ -91,7 +91,7 @@ class Codes(NamedTuple):
         return dequantize_blockwise(codes, scales.flatten(), out_dtype=form, block=run).to(dtype)
 
     def t(self) -> Codes:
-        """The transpose, of values or of codes that were flipped."""
+        """The transpose, of values or of flipped codes."""
         if self.scales is None:
             return Codes(self.codes.t(), None)
         assert self.flipped is not None
@@ -99,7 +99,7 @@ class Codes(NamedTuple):
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, group: int) -> Codes:
-    """Codes of x[N, K], whose groups of a row have scales of their own."""
+    """Codes of x[N, K], with a scale per group of a row."""
     n, k = x.shape
     groups = -(-k // group)
     rows = F.pad(x, (0, groups * group - k)).view(n, groups, group)
@@ -112,9 +112,9 @@ def round_rows(x: Tensor, dtype: torch.dtype, group: int) -> Codes:
 def round_all(
     x: Tensor, dtype: torch.dtype, scale: Tensor, flip: bool = False
 ) -> tuple[Codes, Tensor]:
-    """Codes of x with a scale that is given; [2]: its largest value, and how many overflowed.
+    """Codes of x with a given scale; and [2]: its largest value, and the number of overflows.
 
-    flip: codes of the transpose, too.
+    flip: also codes of the transpose.
     """
     scaled, largest = x.to(wide(x.dtype)) / scale, LARGEST[dtype]
     size = scaled.abs()
@@ -128,7 +128,7 @@ def round_all(
 
 
 def note_(noted: Tensor, layer: int, found: Sequence[Tensor]) -> None:
-    """Adds what round_all() found of x, weight, dy, [2] or in parts [2, P], to noted[2, L, 3]."""
+    """Adds round_all()'s findings for x, weight, dy, [2] or in parts [2, P], to noted[2, L, 3]."""
     tops, over = zip(*(each.double().view(2, -1) for each in found))
     noted[0, layer] = torch.maximum(noted[0, layer], torch.stack([top.amax() for top in tops]))
     noted[1, layer] += torch.stack([each.sum() for each in over])
@@ -142,17 +142,17 @@ def _kernels(own: bool) -> Any:
 class DelayedScales:
     """Scales of whole tensors, from the largest values of the last steps on all ranks.
 
-    In the first step there are none: it computes without fp8 and notes the values. Backwards note
-    them, so forwards without one (validation, recomputation) change nothing. An engine adds up the
-    notes of all ranks in the exchange of a step (take, give, forget: Tally of engine/control.py);
-    update() is a step of one process without one.
+    The first step has no scales: it computes without fp8 and records the values. Backwards record
+    them, so forwards without one (validation, recomputation) change nothing. An engine sums the
+    records of all ranks in the exchange of a step (take, give, forget: Tally of engine/control.py);
+    update() is for one process without an engine.
 
     Args:
-        layers: how many linear layers there are, counted from 0, also where a rank has some.
+        layers: number of linear layers, counted from 0, also if a rank has only some.
     Attributes:
-        gathered: what Fp8.round_part() has found of weights, in the place of what products find.
-        averaged: ranks whose gradients are averaged: what dy is times that of one process.
-        overflows: fp64 [layers, 3], how many values of x, weight, dy overflowed in the last step.
+        gathered: Fp8.round_part()'s findings for weights, which replace those of products.
+        averaged: ranks whose gradients are averaged: the ratio of dy to that of one process.
+        overflows: fp64 [layers, 3], values of x, weight, dy that overflowed in the last step.
     """
 
     def __init__(self, layers: int):
@@ -182,23 +182,23 @@ class DelayedScales:
         return torch.nn.functional.pad(scales[..., None], (0, 3))
 
     def note(self, layer: int, found: Sequence[Tensor], *, own: bool = False) -> None:
-        """Add what a backward's round_all() found of x, weight and dy; own: by Triton."""
+        """Adds round_all()'s findings in a backward for x, weight and dy; own: by Triton."""
         x, weight, dy = found
         if self._noted is None or self._noted.device != dy.device:
             self._noted = dy.new_zeros(2, *self.overflows.shape, dtype=torch.float64)
         _kernels(own).note_(self._noted, layer, (x, self.gathered.get(layer, weight), dy))
 
     def take(self, device: torch.device) -> Tensor:
-        """This rank's notes of the step, flat; the next one begins."""
+        """This rank's records of the step, flat; the next step begins."""
         noted, self._noted = self._noted, None
         if noted is None:
             noted = torch.zeros(2, *self.overflows.shape, dtype=torch.float64, device=device)
-        for layer, found in self.gathered.items():  # a rank without a backward has a part, too
+        for layer, found in self.gathered.items():  # also for a rank without a backward
             noted[0, layer, WEIGHT] = torch.maximum(noted[0, layer, WEIGHT], found[0].amax())
         return noted.flatten()
 
     def give(self, total: Tensor, rows: Tensor) -> None:
-        """The notes of all ranks, their sum and one row each: the scales of the next step."""
+        """Takes the records of all ranks, their sum and one row each: the next step's scales."""
         tops = rows.unflatten(1, (2, *self.overflows.shape))[:, 0].amax(0)
         tops[:, DY] /= self.averaged
         self.history = torch.cat((tops[None].float(), self.history.to(tops.device)[:-1]))
@@ -207,20 +207,20 @@ class DelayedScales:
         self.gathered.clear()
 
     def forget(self) -> None:
-        """The gradients of this step were zeroed."""
+        """Drops the records: the gradients of this step were zeroed."""
         self._noted = None
 
     def update(self) -> None:
-        """The end of a step of one process."""
+        """Ends a step of one process."""
         mine = self.take(self.history.device)
         self.give(mine, mine[None])
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint, written between steps."""
+        """State for a checkpoint, written between steps."""
         return {"history": self.history.tolist(), "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What state_dict() of as many layers was."""
+        """Loads state_dict() of as many layers."""
         self.history = torch.tensor(state["history"], dtype=torch.float32, device="cpu")
         self.steps, self._noted, self._scales = state["steps"], None, None
         self.gathered.clear()
@@ -231,13 +231,13 @@ class Fp8:
     """How linear() rounds the operands of its products to 8 bits.
 
     Args:
-        scaling: what shares a scale: "row", "block" or "tensor"; see [Note: scales].
-        weight_gradient: "bf16": dy is not rounded in it; "fp8", with tensor, where it is.
+        scaling: the granularity of scales: "row", "block" or "tensor"; see [Note: scales].
+        weight_gradient: "bf16": dy is not rounded in it; "fp8", with tensor: dy is rounded.
         emulate: compute what a GPU would, on any device: slower than without fp8.
-        scales: of tensor, and layer: which of its layers this is.
-        keeps: x is kept for backward in 8 bits; False: as it is, where others keep it anyway.
+        scales: for tensor; and layer: the index of this layer in them.
+        keeps: x is kept for backward in 8 bits; False: as it is, if others keep it anyway.
     Raises:
-        ValueError: values that do not fit together.
+        ValueError: contradictory values.
     """
 
     scaling: Literal["row", "block", "tensor"] = "row"
@@ -256,36 +256,36 @@ class Fp8:
         if self.weight_gradient not in (("bf16", "fp8") if self.scaling == "tensor" else ("bf16",)):
             raise ValueError(
                 "Fp8: expected weight_gradient=bf16, or fp8 with scaling=tensor, got "
-                f"weight_gradient={self.weight_gradient} with scaling={self.scaling}; its sums are "
-                "over tokens, of which a rank has a part"
+                f"weight_gradient={self.weight_gradient} with scaling={self.scaling}; use "
+                "scaling=tensor (the gradient sums over tokens, of which a rank has only some)"
             )
         if (self.scaling == "tensor") != (self.scales is not None):
             raise ValueError(
-                "Fp8: expected scales with scaling=tensor alone, got scaling="
-                f"{self.scaling} scales={type(self.scales).__name__}; pass DelayedScales(layers), "
-                "one for all layers"
+                "Fp8: expected scales with scaling=tensor only, got scaling="
+                f"{self.scaling} scales={type(self.scales).__name__}; pass one "
+                "DelayedScales(layers) for all layers with scaling=tensor, else none"
             )
 
     def check_split(self, op: str, width: int, tp: int) -> None:
-        """Refuse features cut over tp ranks where scales would depend on the cut."""
+        """Refuses features split over tp ranks if scales would depend on the split."""
         if self.scaling == "row" or (self.scaling == "block" and width % BLOCK):
             raise ValueError(
                 f"{op}: expected scaling=tensor, or block with a multiple of {BLOCK} features on "
-                f"each rank, with tp={tp}, got scaling={self.scaling} with {width}; scales would "
-                "depend on tp"
+                f"each rank, with tp={tp}, got scaling={self.scaling} with {width}; change "
+                "--fp8-scaling or tp (scales would depend on tp)"
             )
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """linear(x, weight, bias, fp8=self), of shapes that fit."""
+        """linear(x, weight, bias, fp8=self), for shapes that fit."""
         self._check(x, weight)
         y: Tensor = _Linear.apply(x, weight, bias, self)
         return y
 
     def round_part(self, part: Tensor, ranks: int) -> Tensor:
-        """uint8 codes of a rank's part [S] of the weight: those that products make of all of it.
+        """uint8 codes of a rank's shard [S] of the weight, equal to those of the full weight.
 
-        Values that were rounded tell nothing of those before; parts do. ranks: that have one each,
-        of which every one counts a whole weight's overflows, once for each backward.
+        Rounded values lose the original ones, shards do not. ranks: those with one shard each; each
+        counts a full weight's overflows, once per backward.
         """
         assert self.scales is not None
         found: Any = torch.zeros(2, dtype=torch.float64, device=part.device)
@@ -305,7 +305,7 @@ class Fp8:
         if any(n % 16 for n in weight.shape):
             raise ValueError(
                 "linear: expected widths that are multiples of 16 with fp8, got weight="
-                f"{list(weight.shape)}; leave fp8 out for this layer"
+                f"{list(weight.shape)}; use no fp8 for this layer"
             )
         if self.emulate or backend.recording or backend.choice == "triton":
             return
@@ -317,11 +317,11 @@ class Fp8:
                 return
         raise ValueError(
             "linear: expected bf16 on a GPU of compute capability 8.9 or newer with fp8, got "
-            f"{device} dtype={x.dtype}; pass emulate=True for its numbers at less speed"
+            f"{device} dtype={x.dtype}; pass emulate=True for the same numbers at lower speed"
         )
 
     def _round(self, x: Tensor, which: int, own: bool) -> tuple[Codes, Tensor | None]:
-        """x[N, K] in 8 bits, and what DelayedScales are told of it."""
+        """x[N, K] in 8 bits, and the findings for DelayedScales."""
         form = _FORMATS[which]
         if self.scales is not None:
             scale = self.scales.scale(self.layer, which, x.device)
@@ -350,7 +350,7 @@ class Fp8:
         if backend.recording:
             return like.new_empty(len(a.codes), len(b.codes))
         of_rows, beyond = a.scales.dim() > 0, -a.codes.shape[1] % 16
-        # Of K only a number of tokens is no multiple of 16. Zeros change no sum.
+        # Only a number of tokens may not be a multiple of 16. Zeros change no sum.
         a8, b8 = (
             F.pad(x.codes.view(torch.uint8), (0, beyond)).view(x.codes.dtype) if beyond else x.codes
             for x in (a, b)
@@ -371,7 +371,7 @@ def _by_halves(a: Tensor, b: Tensor, block: int) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """The layer; all its tensors are made matrices of rows first."""
+    """The layer; all its tensors are first reshaped to matrices of rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Fp8) -> Tensor:

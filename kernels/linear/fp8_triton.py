@@ -1,12 +1,12 @@
-"""8-bit floats in Triton: casts with their scales, and products with a scale for 128 features.
+"""8-bit floats in Triton: casts with their scales, and products with a scale per 128 features.
 
-A cast reads x once for a scale that is given (fused: the codes, their transpose, each tile's
-largest value and count of overflows, which one launch for each backward adds to the step's notes),
-or twice, the second time from cache, where scales come from its rows.
-Formulas, formats and what is not finite: fp8.py; the codes and scales have its bits.
+With a given scale a cast reads x once (fused: the codes, their transpose, each tile's largest value
+and count of overflows, which one launch per backward adds to the step's records); with row scales
+it reads x twice, the second time from cache.
+Formulas, formats and non-finite values: fp8.py; the codes and scales have its bits.
 
-A product sums 128 features in the tensor cores, then adds them in fp32 by both operands' scales:
-Hopper's keep about 14 bits of what they sum up themselves. Products with other scales are torch's.
+A product sums 128 features in the tensor cores, then adds them in fp32 with both operands' scales:
+Hopper's tensor cores keep about 14 bits of their sums. Products with other scales are torch's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from fastpar.kernels.linear.fp8 import BLOCK, LARGEST, Codes
 from fastpar.kernels.triton_launch import cdiv, launch
 
-AOT_ARCHS = (90,)  # older ones of the table have no such products
+AOT_ARCHS = (90,)  # older architectures in the table have no such products
 AOT_EXEMPT = {
     "_note_kernel *": {
         "16-byte loads": "a few thousand numbers, of which the second half begins anywhere"
@@ -175,7 +175,7 @@ def round_rows(x: Tensor, dtype: torch.dtype, group: int) -> Codes:
 def round_all(
     x: Tensor, dtype: torch.dtype, scale: Tensor, flip: bool = False
 ) -> tuple[Codes, Tensor]:
-    """As fp8.round_all(), with what it finds in parts: [2, P]."""
+    """As fp8.round_all(), with findings in parts: [2, P]."""
     n, k = x.shape
     codes = torch.empty(n, k, dtype=dtype, device=x.device)
     flipped = torch.empty(k, n, dtype=dtype, device=x.device) if flip else None
@@ -198,7 +198,7 @@ def note_(noted: Tensor, layer: int, found: Sequence[Tensor]) -> None:
 
 
 def block_product(a: Codes, b: Codes, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """a[M, K] @ b[N, K].T + bias [N], both with a scale for each BLOCK features."""
+    """a[M, K] @ b[N, K].T + bias [N], both with a scale per BLOCK features."""
     (m, k), n = a.codes.shape, b.codes.shape[0]
     y = torch.empty(m, n, dtype=dtype, device=a.codes.device)
     rows, cols = 128, 128

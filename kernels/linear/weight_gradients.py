@@ -1,24 +1,24 @@
 """Weight gradients of linear layers: when they are computed, and where they are written.
 
     dx = dy @ weight          in the backward: the layer before waits for it
-    dweight = dy.T @ x        by whoever take()s it: nobody waits for it but the optimizer
+    dweight = dy.T @ x        by the caller of take(): only the optimizer waits for it
 
-So a pipeline hands on dx as early as it can, and fills its waiting with the products that are left
-(the split backward of zero-bubble schedules, Qi et al. 2023, arXiv 2401.10241). Between the two dy
-and x are kept. What is computed, and its bits, are those of a backward in one piece.
+So a pipeline sends dx as early as it can, and fills its waiting time with the remaining products
+(the split backward of zero-bubble schedules, Qi et al. 2023, arXiv 2401.10241). Until then dy and x
+are kept. Computation and bits are those of an undivided backward.
 
-A layer asks for the queue when its forward runs, in the thread that calls it, and keeps it for its
-backward, which autograd may run in a thread of its own.
+A layer reads the current queue when its forward runs, in the thread that calls it, and keeps it for
+its backward, which autograd may run in another thread.
 
-[Note: places] In a backward in one piece the product is written where the gradient is kept, if
-somebody offers such memory: weight.fastpar_place, a function of the weight that returns it and
-whether the product is to be added to what is there; or None, where the gradient goes the usual way.
-Memory of the weight's dtype that holds nothing yet: autograd hands the gradient on as ever, hooks
-see it, and who offered the memory finds it there instead of copying it; where it is added to,
-autograd gets none. Memory in fp32 for a 16-bit weight is weight.fastpar_wide_place: the product,
-which is summed in fp32, goes there without being rounded to 16 bits, and autograd gets no gradient.
+[Note: places] In an undivided backward the product is written directly to where the gradient is
+kept, if such memory is offered: weight.fastpar_place is a function of the weight that returns the
+memory and whether to add the product to it; or None, and the gradient takes the usual way. Memory
+of the weight's dtype that holds nothing yet: autograd passes the gradient on as usual, hooks see
+it, and the provider of the memory finds it there instead of copying it; if it is added, autograd
+gets none. fp32 memory for a 16-bit weight is weight.fastpar_wide_place: the product, which is
+summed in fp32, goes there without rounding to 16 bits, and autograd gets no gradient.
 See __init__.py, [Note: wide gradients]. On a GPU the loss and the embedding use it, too: the
-gradient of a tied table, which both have in fp32, is then rounded nowhere and never copied.
+gradient of a tied table, which both have in fp32, is then never rounded nor copied.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _here = threading.local()
 
 
 class WeightGradients:
-    """Those of one forward and backward.
+    """The delayed weight gradients of one forward and backward.
 
     Args:
-        params: whose gradients may wait; those of any other tensor are computed in the backward.
+        params: whose gradients may be delayed; all others are computed in the backward.
     """
 
     def __init__(self, params: Collection[Tensor]) -> None:
@@ -58,22 +58,22 @@ class WeightGradients:
             _here.queue = before
 
     def later(self, weight: Tensor, compute: Callable[[Tensor | None], Tensor]) -> None:
-        """compute(out) makes the gradient when somebody takes it: there, or in a new tensor."""
+        """Adds a gradient: compute(out) makes it when it is taken, in out or in a new tensor."""
         self._left.append((weight, compute))
 
     def take(self) -> list[tuple[Tensor, Callable[[Tensor | None], Tensor]]]:
-        """(weight, compute) of all that wait, in the order in which their backward passes ran."""
+        """(weight, compute) of all delayed gradients, in the order of their backward passes."""
         left, self._left = self._left, []
         return left
 
 
 def current_queue() -> WeightGradients | None:
-    """That of the forward that runs here, None without one."""
+    """The queue of the current forward, None without one."""
     return getattr(_here, "queue", None)
 
 
 def queue_for(weight: Tensor) -> WeightGradients | None:
-    """Where the gradient of this weight may wait, in a forward that runs here; None: nowhere."""
+    """The queue for this weight's gradient, in a forward that runs here; None: not delayed."""
     queue = current_queue()
     if queue is None or torch.is_autocast_enabled(weight.device.type):
         return None
@@ -84,7 +84,7 @@ Place = Callable[[Tensor], tuple[Tensor, bool] | None]
 
 
 def place_for(weight: Tensor, name: str = "fastpar_place") -> Place | None:
-    """What offers memory for this weight's gradient, in a forward that runs here; None: nobody."""
+    """The provider of memory for this weight's gradient, in a current forward; None: none."""
     if torch.compiler.is_compiling() or not (weight.requires_grad and torch.is_grad_enabled()):
         return None
     place: Place | None = getattr(weight, name, None)

@@ -240,22 +240,22 @@ def test_one_that_may_hang_is_tried_in_a_process_of_its_own(monkeypatch, tmp_pat
     command = [sys.executable, str(tmp_path / "child.py"), how]
     monkeypatch.setattr(trial, "call_command", lambda function: command)
     monkeypatch.setattr(trial, "LIMIT_S", 600)
-    assert trial.wrong_apart(PLAIN._replace(size=64), 64, "cpu") == why
+    assert trial.wrong_in_subprocess(PLAIN._replace(size=64), 64, "cpu") == why
 
 
 def test_a_process_that_does_not_start_says_nothing_about_what_it_would_have_tried(monkeypatch):
     code = "import sys; sys.exit('no module')"
     monkeypatch.setattr(trial, "call_command", lambda function: [sys.executable, "-c", code])
     with pytest.warns(UserWarning, match="cpu was not tried, .* did not start: status 1 no module"):
-        assert trial.wrong_apart(PLAIN, 64, "cpu") is None
+        assert trial.wrong_in_subprocess(PLAIN, 64, "cpu") is None
 
 
 def test_what_was_wrong_in_a_process_of_its_own_is_kept_and_serves_nothing(monkeypatch):
     monkeypatch.setattr(trial, "SECONDS", 0.01)
-    apart = attention_peers.PEERS["cpu"]._replace(apart=True)
+    apart = attention_peers.PEERS["cpu"]._replace(in_subprocess=True)
     monkeypatch.setitem(attention_peers.PEERS, "cpu", apart)
     for why, peers in (("it hangs", ["it hangs"]), (None, [])):
-        monkeypatch.setattr(trial, "wrong_apart", lambda *_, why=why: why)
+        monkeypatch.setattr(trial, "wrong_in_subprocess", lambda *_, why=why: why)
         proof = trial.prove(PLAIN._replace(size=64), rows=64)
         assert [peer.wrong for peer in proof.peers] == peers
         assert proof.serves == (OWN, OWN)

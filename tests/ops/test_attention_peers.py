@@ -126,7 +126,7 @@ def test_a_forced_peer_refuses_what_it_cannot_serve_by_name(force, prove, monkey
     refuses(ValueError, words, **DROPOUT)
     refuses(ValueError, "would align a causal mask to another key", Q[:, :2], Q, Q)
     force("flash")
-    words = r"FASTPAR_ATTENTION=flash can serve, got one that it cannot: it needs cuda tensors, not"
+    words = r"FASTPAR_ATTENTION=flash supports, got one that it does not: it needs cuda ten"
     refuses(ValueError, words)
     force("own")
     attention(Q, Q, Q, **DROPOUT)
@@ -138,7 +138,7 @@ def test_a_forced_peer_refuses_what_it_cannot_serve_by_name(force, prove, monkey
     refuses(RuntimeError, words)
     monkeypatch.setattr(choice, "proofs", {})
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    words = r"FASTPAR_ATTENTION=cpu can serve, .* promises no equal bits, as torch.use_determ"
+    words = r"FASTPAR_ATTENTION=cpu supports, .* promises no equal bits, as torch.use_determ"
     refuses(ValueError, words)
     force("own")
     attention(Q, Q, Q)
@@ -171,7 +171,7 @@ def test_peers_that_are_left_out_are_neither_tried_nor_served(monkeypatch):
     assert refusal("cpu", q, k, v, causal=True) == "is left out by FASTPAR_PEERS"
     assert attention_peers.serving("attention", q, k, v, True, 0) == ""
     for wrong in ("hopper", "-own", "-cpu,flash"):
-        with pytest.raises(ValueError, match=f"each with a minus .* FASTPAR_PEERS={wrong}"):
+        with pytest.raises(ValueError, match=f"each after a minus .* FASTPAR_PEERS={wrong}"):
             read_left_out(wrong)
 
 
