@@ -1,6 +1,6 @@
-"""The losses: of logits, of hidden states, of a shard of the vocabulary.
+"""Losses of logits, of hidden states, and of a shard of the vocabulary.
 
-How a row of logits is swept on which GPU: cross_entropy_configs.json is arch -> Config; see
+Tuning of the Triton kernels per GPU: cross_entropy_configs.json is arch -> Config; see
 config_table.py. The bits of a result may differ between configs, by the order of sums.
 """
 
@@ -12,17 +12,17 @@ from fastpar.kernels.config_table import ConfigTable
 
 
 class Config(NamedTuple):
-    """Of one architecture; see the notes of triton.py."""
+    """The settings of one architecture; see the notes of triton.py."""
 
-    unroll: int  # accesses of 16 bytes that a thread has in flight
-    kb_per_warp: int  # of a row; 4 to 32 warps sweep it
-    registers: int  # a thread may have, of 2048 / warps
+    unroll: int  # 16-byte accesses that a thread has in flight
+    kb_per_warp: int  # of a row, which 4 to 32 warps read
+    registers: int  # per thread, of 2048 / warps
 
 
 TABLE = ConfigTable(
     "cross_entropy_configs",
     Config,
     {"unroll": (2, 4, 8), "kb_per_warp": (2, 4, 8, 16, 32), "registers": (64, 128)},
-    # Four accesses spill where registers end at 64.
+    # Four accesses spill with 64 registers.
     lambda arch: [Config(2, kb, 64) for kb in (4, 8, 16)] + [Config(4, kb, 128) for kb in (8, 16)],
 )

@@ -1,27 +1,27 @@
-"""Cross-entropy of logits; loss and gradient from one reading of them.
+"""Cross-entropy of logits: loss and gradient from a single reading of them.
 
     lse_i = logsumexp(logits_i)
     loss_i = lse_i - (1 - s) * logits_i[t_i] - s * mean(logits_i) + z * lse_i^2
     dlogits_i = softmax(logits_i) * (1 + 2 * z * lse_i) - (1 - s) * onehot(t_i) - s / V
 
 s is the label smoothing, z the z-loss; both means and sums are over the V real classes, padding
-columns are left out and get the gradient 0. loss_i and its gradient are 0 in ignored rows. Forward
-computes the gradient next to the loss, while the row is in cache, and keeps it; backward multiplies
-it by the incoming gradient, in place and only where that is not 1. So a training step reads the
-logits once and writes their gradient once, where the usual three kernels move 3 times as much.
+columns are excluded and get the gradient 0. loss_i and its gradient are 0 in ignored rows. Forward
+computes the gradient together with the loss, while the row is in cache, and keeps it; backward
+multiplies it by the incoming gradient, in place and only if that is not 1. So a training step reads
+the logits once and writes their gradient once; the usual three kernels move 3 times as much.
 
 cross_entropy_rows() is also what linear_cross_entropy runs on each chunk of its logits.
 
-[Note: shards] Of a vocabulary that is spread over several ranks each holds the logits of the
-classes from `first` on. With an all-reduce MAX of m and two all-reduce SUMs, [N] numbers each,
+[Note: shards] If the vocabulary is sharded, each rank holds the logits of the classes from `first`
+on. With an all-reduce MAX of m and two all-reduce SUMs, [N] numbers each,
 
     m, s, t = cross_entropy_shard(logits, targets, first=first)
     M = MAX(m),  lse = log(SUM(s * exp(m - M))) + M,  loss_i = lse_i - SUM(t)_i  where not ignored
     dlogits = cross_entropy_shard_grad(logits, targets, lse, scale, first=first)
 
 the logits are never gathered. For linear_cross_entropy the same holds chunk by chunk: the logits
-are those of a chunk of x and of this rank's rows of the weight. The collectives are the caller's.
-Neither function is differentiable: they are the forward and the backward of the caller's own.
+are those of a chunk of x and of this rank's rows of the weight. The caller runs the collectives.
+Neither function is differentiable: they are the forward and the backward of the caller's own op.
 
 [Note: fp16]
 A gradient divided by the number of targets underflows in fp16 before a loss scale could save it. So
@@ -30,8 +30,8 @@ gradient.
 
 [Note: in place]
 With inplace=True the gradient overwrites the logits, which halves the memory. Nothing else may need
-them afterwards. A leaf and rows that share memory are refused; a node of the graph that has kept
-the logits for its own backward raises there, because their version counter moves.
+them afterwards. A leaf and rows that share memory are refused; a node of the graph that kept the
+logits for its own backward raises there, because their version counter changes.
 """
 
 import math
@@ -90,7 +90,7 @@ def check_loss(
 
 
 def count_targets(op: str, targets: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
-    """Targets that are not ignored, [] fp32; on CPU a target out of range is an error."""
+    """Number of targets that are not ignored, [] fp32; on CPU a target out of range is an error."""
     if targets.device.type != "cpu":
         return (targets != ignore_index).sum().float()
     if _C is not None:
@@ -109,7 +109,7 @@ def count_targets(op: str, targets: Tensor, vocab_size: int, ignore_index: int) 
 
 
 def gradient_scale(count: Tensor, reduction: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(what gradients are multiplied by at once, what they still lack), see [Note: fp16]."""
+    """(factor of gradients now, factor applied in backward), see [Note: fp16]."""
     count = count.to(wide(dtype))
     one = torch.ones_like(count)
     if reduction != "mean":
@@ -149,7 +149,7 @@ def _rows_torch(
     losses = total.log() + distance
     if z_loss:
         losses = losses + z_loss * lse * lse
-    # Neither ignored nor a class: the loss says so, nothing is read or written out of bounds.
+    # Neither ignored nor a class: the loss becomes nan, nothing is accessed out of bounds.
     losses = torch.where(inside[:, None], losses, math.nan)
     losses = torch.where(valid, losses, 0.0)[:, 0]
     if grad is not None:
@@ -196,7 +196,7 @@ def cross_entropy_fwd(
     logits: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, reduction: str,
     label_smoothing: float, z_loss: float, need_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, dlogits, the factor that dlogits still lack); dlogits [0] if not needed."""
+    """(loss, dlogits, the factor still to be applied to dlogits); dlogits [0] if not needed."""
     grad = logits.new_empty(logits.shape) if need_grad else None
     options = vocab_size, ignore_index, reduction, label_smoothing, z_loss
     loss, factor = _fwd_into(grad, logits, targets, *options)
@@ -218,7 +218,7 @@ def _fwd_into(
 
 
 def cross_entropy_fwd_(logits: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """(loss, the factor that the gradient still lacks); the gradient overwrites logits."""
+    """(loss, the factor still to be applied to the gradient); the gradient overwrites logits."""
     outputs = _fwd_into(logits, logits, targets, *options)
     torch.autograd.graph.increment_version(logits)
     return outputs
@@ -269,7 +269,7 @@ _cross_entropy_bwd = define_op(
     cross_entropy_bwd,
     lambda dlogits, by: torch.empty_like(dlogits),
 )
-# The loss that cross_entropy_ has computed, as a function of the logits that it has overwritten.
+# The loss of cross_entropy_, as a function of the logits that it has overwritten.
 _attach = define_op(
     "cross_entropy_attach(Tensor dlogits, Tensor loss, Tensor factor) -> Tensor",
     lambda dlogits, loss, factor: loss.clone(),
@@ -285,7 +285,7 @@ def _setup_context(ctx, inputs, output):
 def _times_incoming(ctx, dloss: Tensor) -> Tensor:
     dlogits, factor = ctx.saved_tensors
     by = dloss * factor
-    # The gradient is this node's own memory: it is scaled there unless it will be asked for again.
+    # The gradient is this node's own memory: it is scaled in place unless it is needed again.
     keep = torch._C._autograd._get_current_graph_task_keep_graph
     if not (is_plain(dlogits) and is_plain(by)) or keep():
         return _cross_entropy_bwd(dlogits, by)
@@ -320,7 +320,7 @@ def _check_logits(op: str, logits: Tensor) -> None:
 
 
 def _even_rows(x: Tensor) -> Tensor | None:
-    """x as the [N, Vp] view that can be overwritten, None where its rows are not evenly apart."""
+    """x as an [N, Vp] view that can be overwritten, None if its rows are not evenly spaced."""
     columns = x.shape[-1]
     if x.numel() and x.stride(-1) != 1 and columns != 1:
         return None
@@ -332,7 +332,7 @@ def _even_rows(x: Tensor) -> Tensor | None:
 
 
 def _check_inplace(logits: Tensor) -> Tensor:
-    """logits as the [N, Vp] view that can be overwritten, outside the graph."""
+    """logits as an [N, Vp] view that can be overwritten, outside the graph."""
     if logits.is_leaf:
         raise ValueError(
             "cross_entropy: expected logits that were computed for this loss only, got "
@@ -341,7 +341,7 @@ def _check_inplace(logits: Tensor) -> Tensor:
     rows = _even_rows(logits)
     if rows is None:
         raise ValueError(
-            "cross_entropy: expected logits whose rows are evenly apart in memory, got "
+            "cross_entropy: expected logits whose rows are evenly spaced in memory, got "
             f"inplace=True with strides={list(logits.stride())}; pass inplace=False"
         )
     return rows
@@ -352,15 +352,15 @@ def cross_entropy(
     reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0,
     inplace: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Cross-entropy over the last dimension, for F.cross_entropy on [N, V] logits.
+    """Cross-entropy over the last dimension, like F.cross_entropy on [N, V] logits.
 
     Args:
-        logits: [..., Vp], bf16 | fp16 | fp32 | fp64. Rows are read where they are if they are
-            evenly apart and their elements contiguous; others are copied. fp64 is computed in fp64
+        logits: [..., Vp], bf16 | fp16 | fp32 | fp64. Rows are read in place if they are evenly
+            spaced and their elements contiguous; others are copied. fp64 is computed in fp64
             throughout, by torch ops.
         targets: [...], int64, in [0, vocab_size) or ignore_index. Checked on CPU; on a GPU the loss
             of a row with any other target is nan and its gradient 0.
-        vocab_size: V <= Vp; columns from V on are padding: left out of every sum, gradient 0.
+        vocab_size: V <= Vp; columns from V on are padding: excluded from every sum, gradient 0.
             None means Vp.
         ignore_index: targets whose rows count neither in the loss nor in its mean.
         reduction: "mean" over the targets that are not ignored (nan if there are none, like torch;
@@ -368,16 +368,16 @@ def cross_entropy(
         label_smoothing: share of the target that is spread evenly over the V classes.
         z_loss: adds z_loss * logsumexp(logits)^2 to the loss of each row.
         inplace: the gradient overwrites the logits, see [Note: in place]; without gradients
-            (torch.no_grad) they are left alone.
+            (torch.no_grad) they do not change.
     Returns:
         loss: [], or targets' shape for "none", fp32 (fp64 for fp64). The gradient is kept for
             backward.
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, a target out of range (CPU), options
-            outside their range, inplace where the logits may be needed or share memory.
-        RuntimeError: a second derivative is asked for.
+            outside their range, inplace if the logits may be needed or share memory.
+        RuntimeError: a second derivative is requested.
     Traffic: N * Vp elements read and as many written (none under no_grad); backward as much again
-        only where the incoming gradient is not 1.
+        only if the incoming gradient is not 1.
     Deterministic: yes, bitwise, forward and backward.
     Oracle: fastpar.kernels.reference.cross_entropy_ref
     Source: Szegedy et al. 2015, arXiv 1512.00567 (smoothing); Chowdhery et al. 2022,
@@ -513,15 +513,15 @@ def cross_entropy_shard(
 
     Args:
         logits: [..., Vp], bf16 | fp16 | fp32 | fp64: the classes first .. first + Vp - 1.
-        targets: [...], int64, classes of the whole vocabulary or ignore_index.
+        targets: [...], int64, classes of the full vocabulary or ignore_index.
         first: the class of column 0.
-        vocab_size: classes of the whole vocabulary: columns from vocab_size - first on are padding
-            (that may be all of them). None means that no column is.
+        vocab_size: classes of the full vocabulary: columns from vocab_size - first on are padding
+            (possibly all of them). None: there is no padding.
         ignore_index: targets of rows that do not count.
     Returns:
         max [N], sum_exp [N] of exp(logits - max), target_logit [N], 0 where another shard holds the
-        target; all fp32 (fp64 for fp64). In ignored rows 0, 1, 0; where all columns are padding
-        -inf, 0, 0.
+        target; all fp32 (fp64 for fp64). In ignored rows 0, 1, 0; if all columns are padding -inf,
+        0, 0.
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, first < 0.
     Traffic: N * Vp elements read.
@@ -542,11 +542,11 @@ def cross_entropy_shard_grad(
 
     Args:
         logits, targets, first, vocab_size, ignore_index: as for cross_entropy_shard.
-        lse: [N], fp32 (fp64 for fp64), logsumexp over the whole vocabulary.
-        scale: [] or [N], the incoming gradient, over the number of targets for a mean.
+        lse: [N], fp32 (fp64 for fp64), logsumexp over the full vocabulary.
+        scale: [] or [N], the incoming gradient, divided by the number of targets for a mean.
         z_loss: as in cross_entropy, for a loss that adds z_loss * lse^2.
-        out: shape, dtype and device of logits, rows contiguous and evenly apart: what is written
-            and returned. It may be logits itself; other overlaps give a wrong result.
+        out: shape, dtype and device of logits, rows contiguous and evenly spaced: the memory to
+            write and return. It may be logits itself; other overlaps give a wrong result.
     Returns:
         dlogits: [..., Vp], dtype of logits; 0 in padding columns and ignored rows.
     Raises:
@@ -589,7 +589,7 @@ def _out_rows(op: str, out: Tensor, logits: Tensor) -> Tensor:
     rows = _even_rows(out)
     if rows is None:
         raise ValueError(
-            f"{op}: expected out with contiguous rows evenly apart, got out.stride()="
+            f"{op}: expected out with contiguous, evenly spaced rows, got out.stride()="
             f"{out.stride()}; make it with torch.empty_like(logits)"
         )
     return rows

@@ -4,18 +4,18 @@
     loss_i, dlogits_i: as in cross_entropy.py, summed or averaged over the valid targets
     dx = dlogits @ weight,  dweight = dlogits.T @ x
 
-The rows are cut into chunks. For each chunk the logits are computed into one workspace, turned into
-their gradient in place and multiplied into dx and dweight, all in forward: logits are computed once
-and never held for more than one chunk. Backward only multiplies by the incoming gradient. Saved for
+The rows are divided into chunks. For each chunk the logits are computed into one workspace, turned
+into their gradient in place and multiplied into dx and dweight, all in forward: logits are computed
+once and held for one chunk at a time. Backward only multiplies by the incoming gradient. Saved for
 backward: dx, and dweight in fp32, in which the chunks are summed.
 
-With reduction="none" the incoming gradient differs from row to row, and dweight is a sum over the
-rows, so forward cannot compute it: backward computes the logits of each chunk once more (4 GEMMs
-instead of 3). Saved for backward: the inputs.
+With reduction="none" the incoming gradient differs by row, and dweight is a sum over the rows, so
+forward cannot compute it: backward computes the logits of each chunk again (4 GEMMs instead of 3).
+Saved for backward: the inputs.
 
 [Note: chunk size]
-A chunk reads weight twice and reads and writes the fp32 dweight, next to 6 * R * V * C operations
-for its R rows: the more rows, the less of the time is this traffic. On a CPU (one EPYC 9005 core,
+A chunk reads weight twice and reads and writes the fp32 dweight, for 6 * R * V * C operations on
+its R rows: the more rows, the smaller the share of this traffic. On a CPU (one EPYC 9005 core,
 V = 50304, forward and backward of 1024 rows, ms for R = 64, 128, 256, 512, 1024)
     C = 384    1019   817   686   629   637      (F.linear + F.cross_entropy: 1284)
     C = 768    1959  1542  1373  1178  1199      (2529)
@@ -23,15 +23,15 @@ so R is at most 512, and for C < 512, where 341 rows are as fast, at most 352: 7
 On CUDA, derived, not measured: in 16 bits the traffic is 2 * F / (B * R) of the GEMM time on a
 machine of F flop/s and B bytes/s (F / B is 150 to 230), at most 6 % for R = 8192, 22 % for 2048.
 R is between these, as large as memory allows: 2 * R * V of logits, 4 * V * C of dweight and
-2 * N * C of dx in 14 % of eager PyTorch's peak of 6 * N * V bytes (15 % with what is rounded up to
-256 rows, the GEMM's tile):
+2 * N * C of dx in 14 % of eager PyTorch's peak of 6 * N * V bytes (15 % when rounded up to 256
+rows, the GEMM's tile):
     R = 0.42 * N - 2 * C - N * C / V
-Below N = 12000 dweight alone outweighs the rule, and 2048 rows are taken for the time's sake.
+Below N = 12000 dweight alone exceeds that limit, and 2048 rows are used for speed.
 
 [Note: dweight]
 On CUDA torch.addmm(dweight, a, b, out_dtype=torch.float32, out=dweight) multiplies 16-bit matrices
 and adds them to the fp32 sum inside the GEMM: no temporary of dweight's size, no further pass.
-So does our own product of bf16 on CPUs with AMX; torch's there is rounded to 16 bits, then added.
+So does our product of bf16 on CPUs with AMX; torch's there is rounded to 16 bits, then added.
 """
 
 import threading
@@ -80,7 +80,7 @@ def workspace_bytes() -> int:
 
 
 def release_workspaces() -> None:
-    """Give back what this thread keeps between calls on a CPU."""
+    """Frees the memory that this thread keeps between calls on a CPU."""
     _local.__dict__.clear()
 
 
@@ -140,10 +140,10 @@ def linear_cross_entropy_fwd(
     label_smoothing: float, z_loss: float, chunk_rows: int, need_dx: bool, need_dweight: bool,
     weight_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, dx, dweight in fp32, the factor that dx and dweight still lack).
+    """(loss, dx, dweight in fp32, the factor still to be applied to dx and dweight).
 
-    x [N, C], weight [Vp, C], targets [N]. What is not needed is [0], with reduction "none" both
-    gradients. chunk_rows 0: chosen here. weight_grad: for backward only.
+    x [N, C], weight [Vp, C], targets [N]. Gradients that are not needed are [0], with reduction
+    "none" both. chunk_rows 0: chosen here. weight_grad: for backward only.
     """
     x, targets = x.contiguous(), targets.contiguous()
     count = count_targets("linear_cross_entropy", targets, vocab_size, ignore_index)
@@ -159,7 +159,7 @@ def linear_cross_entropy_fwd(
 def linear_cross_entropy_bwd(
     dlosses: Tensor, x: Tensor, weight: Tensor, targets: Tensor, *options
 ) -> tuple[Tensor, Tensor]:
-    """dx and dweight (fp32) for the gradients dlosses [N]; [0] for what is not needed.
+    """dx and dweight (fp32) for the gradients dlosses [N]; [0] for those not needed.
 
     options: vocab_size to need_dweight of linear_cross_entropy_fwd, without reduction.
     """
@@ -224,10 +224,10 @@ def _setup_context(ctx, inputs, output):
 
 
 def scaled(grad: Tensor, by: Tensor, dtype: torch.dtype, *, saved: bool = False) -> Tensor:
-    """grad * by, as dtype; grad itself where that is the same (on CPU, where looking is free).
+    """grad * by, as dtype; grad itself if that is the same (on CPU, where checking is free).
 
-    saved: a backward calls with what it has saved: without retain_graph it is not read again, and
-    the result is written there; so what a backward before that returns is not the same memory.
+    saved: grad was saved for this backward: without retain_graph it is not read again, so the
+    result is written there; an earlier backward must therefore have returned other memory.
     """
     kept = saved and torch._C._autograd._get_current_graph_task_keep_graph()
     if by.device.type == "cpu" and is_plain(by) and by.item() == 1.0:
@@ -277,13 +277,13 @@ def linear_cross_entropy(
     ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
     z_loss: float = 0.0, chunk_rows: int | None = None, weight_grad: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Cross-entropy of the logits x @ weight.T, which never exist at once.
+    """Cross-entropy of the logits x @ weight.T, which are never in memory all at once.
 
-    For F.cross_entropy(F.linear(x, weight)[..., :vocab_size].flatten(0, -2), targets.flatten()).
+    Like F.cross_entropy(F.linear(x, weight)[..., :vocab_size].flatten(0, -2), targets.flatten()).
 
     Args:
-        x: [..., C], bf16 | fp16 | fp32 | fp64. In fp64 all that is fp32 below is fp64, too.
-        weight: [Vp, C], dtype of x. Rows from vocab_size on are padding: left out of the softmax,
+        x: [..., C], bf16 | fp16 | fp32 | fp64. For fp64, everything that is fp32 below is fp64.
+        weight: [Vp, C], dtype of x. Rows from vocab_size on are padding: excluded from the softmax,
             their gradient is 0. They must be finite.
         targets: [...], int64, in [0, vocab_size) or ignore_index. Checked on CPU; on a GPU the loss
             of a row with any other target is nan and its gradient 0.
@@ -297,14 +297,14 @@ def linear_cross_entropy(
         chunk_rows: rows whose logits exist at once; None chooses by traffic. Other sizes sum
             dweight in another order.
         weight_grad: [Vp, C] fp32; backward adds dweight to it and returns no gradient for weight
-            (weight.grad stays as it is).
+            (weight.grad does not change).
     Returns:
         loss: [], or targets' shape for "none", fp32. Gradients are kept for backward: dx (x's size)
             and dweight (fp32).
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, a target out of range (CPU), options
             outside their range.
-        RuntimeError: a second derivative is asked for.
+        RuntimeError: a second derivative is requested.
     Traffic: per chunk of R rows 3 GEMMs, about 5 * R * Vp elements of logits, weight read twice,
         dweight (fp32) read and written once. Memory: R * Vp elements, dx and dweight.
     Deterministic: yes, bitwise, for a given chunk_rows.
@@ -334,7 +334,7 @@ def linear_cross_entropy(
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(
             f"linear_cross_entropy: expected chunk_rows >= 1, got chunk_rows={chunk_rows}; "
-            "leave it out to have it chosen"
+            "drop it to use the default"
         )
     grad = torch.is_grad_enabled()
     if weight_grad is not None:
@@ -364,5 +364,5 @@ def _check_weight_grad(weight_grad: Tensor, weight: Tensor, grad: bool) -> None:
     if grad and not weight.requires_grad:
         raise ValueError(
             "linear_cross_entropy: expected a weight that requires a gradient, got weight_grad "
-            "with weight.requires_grad=False; leave weight_grad out"
+            "with weight.requires_grad=False; drop weight_grad"
         )

@@ -1,33 +1,33 @@
-"""Cross-entropy in Triton: the rows of cross_entropy.py, whole or of a shard of the vocabulary.
+"""Cross-entropy in Triton: the rows of cross_entropy.py, complete or of a vocabulary shard.
 
     sweep 1   m = max(x), s = sum(exp(x - m)), online and per lane; with smoothing also sum(x)
     loss      log(s) + (1 - a) * (m - x_t) + a * (m - mean(x)) + z * lse^2,  lse = log(s) + m
     sweep 2   dx = exp(x - m) * scale * (1 + 2 * z * lse) / s - scale * a / V, at t another scalar
 
-Nothing is saved but dx, and one program does both sweeps of a row, so that the second reads from
-L2: HBM moves each logit once and each gradient once. Sweep 2 goes backwards, from what was read
-last. exp is exp2((x - m) * log2(e)): the difference first, since at logits of 1e4 a product before
-it would lose what the difference holds exactly.
+Only dx is saved, and one program does both sweeps of a row, so that the second reads from L2: HBM
+moves each logit once and each gradient once. Sweep 2 goes backwards, from what was read last. exp
+is exp2((x - m) * log2(e)): the difference first, because at logits of 1e4 a product before it would
+lose what the difference holds exactly.
 
 [Note: lanes] A tile is [U, W], and W is one 16-byte access of each thread. So the maximum and the
-sums over U stay in the registers of a thread, the W lanes are merged once a row, and the loop has
-neither barrier nor shuffle. The rescaling costs 1 / U of an exp2 an element: with U = 2 a logit
-takes 2.5 in both sweeps, 13 for the 5 logits a clock that HBM gives a multiprocessor of an H200,
-which does 16. U = 4 spills where registers end at 64. Sweep 2 has nothing to merge and takes U / 2.
+sums over U stay in the registers of a thread, the W lanes are merged once per row, and the loop has
+neither barrier nor shuffle. The rescaling costs 1 / U of an exp2 per element: with U = 2 a logit
+takes 2.5 in both sweeps, 13 for the 5 logits per clock that HBM gives a multiprocessor of an H200,
+which does 16. U = 4 spills with 64 registers. Sweep 2 has nothing to merge and uses U / 2.
 
 [Note: any alignment] Rows of V = 50257 start at odd addresses. Sweeps start at the 16-byte boundary
-at or before the row, so all tiles but the first and the last are loaded and stored by 16 bytes
-whatever V and the stride are. Only those two are masked, and so accessed element by element.
+at or before the row, so all tiles except the first and the last are loaded and stored by 16 bytes
+for any V and stride. Only those two are masked, and so accessed element by element.
 
-[Note: rows in flight] Rows of 100 KB (bf16, V = 50304) have to stay in L2 (40 MB A100, 50 MB H200)
-between the sweeps. With 16 warps of 64 registers a thread two rows are in flight on a
+[Note: rows in flight] Rows of 100 KB (bf16, V = 50304) must stay in L2 (40 MB A100, 50 MB H200)
+between the sweeps. With 16 warps of 64 registers per thread two rows are in flight on a
 multiprocessor, 22 and 26 MB; with 8 warps it would be four. Rows of fp32 have 32 warps: one.
 
-[Note: bad targets] A target that is neither ignored nor a class is found by comparing: its row gets
-the loss nan and the gradient 0, and nothing is addressed with it.
+[Note: bad targets] A target that is neither ignored nor a class is found by comparison: its row
+gets the loss nan and the gradient 0, and it is never used as an address.
 
-[Note: shards] Forward is sweep 1 of a row, backward sweep 2, with lse in place of the row's own
-maximum and sum. Nothing is saved. A target of another shard equals no column here and is never an
+[Note: shards] Forward is sweep 1 of a row, backward sweep 2, with lse instead of the row's own
+maximum and sum. Nothing is saved. A target in another shard equals no column here and is never an
 address.
 """
 
@@ -46,7 +46,7 @@ from fastpar.kernels.loss import TABLE, Config
 from fastpar.kernels.triton_launch import cdiv, gpu_arch, launch, next_power_of_2
 
 _LOG2E = tl.constexpr(math.log2(math.e))
-# Where maxima start: lower than logits are, and unlike -inf its difference to itself is 0.
+# Initial maximum: lower than all logits, and unlike -inf its difference to itself is 0.
 LOWEST = tl.constexpr(-2.0e38)
 
 
@@ -253,12 +253,12 @@ def config_of(logits: Tensor) -> dict[str, int]:
 
 
 def same_row_alignment(a: Tensor, b: Tensor) -> bool:
-    """Whether rows of the same index are equally far from a 16-byte boundary."""
+    """Whether rows of the same index have the same offset from a 16-byte boundary."""
     return (a.stride(0) - b.stride(0)) % 8 == 0
 
 
 def scale_stride_of(scale: Tensor) -> int:
-    """0 for one factor, which every row then reads."""
+    """0 for a single factor, which every row then reads."""
     return scale.stride(0) if scale.dim() else 0
 
 
@@ -280,7 +280,7 @@ def cross_entropy_rows(
 
 
 def multiply_rows(grad: Tensor, by: Tensor, out: Tensor) -> Tensor:
-    """out = grad [N, Vp] * by ([] or [N]); out may be grad, and is left alone where by is 1."""
+    """out = grad [N, Vp] * by ([] or [N]); out may be grad, and does not change where by is 1."""
     launch(
         _cross_entropy_bwd_kernel, (grad.shape[0],),
         grad, by, out, grad.stride(0), out.stride(0), scale_stride_of(by), grad.shape[1],

@@ -1,10 +1,10 @@
-"""LayerNorm and RMSNorm over the last dimension, alone and behind the residual add of a block.
+"""LayerNorm and RMSNorm over the last dimension, alone or after the residual add of a block.
 
     y = n * weight + bias,  n = (x - mean) * rstd,  rstd = 1 / sqrt(var + eps),  g = dy * weight
     dx = rstd * (g - mean(g) - n * mean(g * n)),  dweight = sum of dy * n,  dbias = sum of dy
 
 RMSNorm takes the mean as 0 and has no bias: n = x * rstd, rstd = 1 / sqrt(mean(x * x) + eps), and
-dx has no mean(g). residual_layer_norm and residual_rms_norm are the unit between two matmuls of a
+dx has no mean(g). residual_layer_norm and residual_rms_norm fuse what is between two matmuls of a
 transformer: the bias of the linear before, dropout, residual add, norm. Their backward adds the
 residual stream's own gradient to the norm's:
     dresidual = dresidual_out + dnorm,  dx = dropout'(dresidual),  dx_bias = sum of dx
@@ -14,10 +14,10 @@ One pass over the rows each way. The variance is computed in a second pass over 
 accuracy. Sums over rows add fixed blocks of rows in order: their bits do not depend on threads or
 run (those of torch's kernel do). fp64 and FASTPAR_BACKEND=torch are composed from torch ops.
 Saved for backward: the normalized rows (x or residual_out) and their statistics, fp32 [2, N]: rstd
-and mean; RMSNorm has rstd alone, [1, N].
+and mean; RMSNorm has only rstd, [1, N].
 
-How rows lie in threads of the Triton kernels on which GPU: layer_norm_configs.json is arch ->
-Config; see config_table.py. The bits of a result may differ between configs, by the order of sums.
+Tiles of the Triton kernels per GPU: layer_norm_configs.json is arch -> Config; see config_table.py.
+The bits of a result may differ between configs, by the order of sums.
 
 Source: Ba, Kiros, Hinton 2016, arXiv 1607.06450; Zhang, Sennrich 2019, arXiv 1910.07467.
 """
@@ -57,11 +57,11 @@ from fastpar.kernels.philox import (
 
 
 class Config(NamedTuple):
-    """Of one architecture; see [Note: tile] of triton.py."""
+    """The tile of one architecture; see [Note: tile] of triton.py."""
 
-    fwd_values: int  # of a row that a thread holds at most: forward
-    bwd_values: int  # backward, where more are live for each, so that fewer may be left of these
-    num_warps: int  # of a program at least, which has several rows then
+    fwd_values: int  # most elements of a row in a thread: forward
+    bwd_values: int  # backward, with more live values per element, so fewer elements
+    num_warps: int  # least warps of a program, which then has several rows
 
 
 _SIZES = itertools.product((16, 32, 64), (16, 24), (2, 4, 8))
@@ -88,8 +88,8 @@ def check(name: str, x: Tensor, **vectors: Tensor | None) -> None:
 
 
 def is_usual(x: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> bool:
-    """Whether all are of one dtype and device and of the right shapes: what check and
-    check_residual look at one by one is right then."""
+    """Whether all are of one dtype and device and of the right shapes, so that check and
+    check_residual need not be called."""
     dtype, device, shape = x.dtype, x.device, x.shape
     if residual is not None and (
         residual.dtype != dtype or residual.shape != shape or residual.device != device
@@ -106,7 +106,7 @@ def check_residual(
     name: str, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None,
     x_bias: Tensor | None,
 ) -> None:  # fmt: skip
-    """x like residual, or narrower; vectors as check() wants them."""
+    """Checks x against residual; vectors as in check()."""
     check(name, residual, weight=weight, bias=bias)
     if x.shape != residual.shape:
         raise ValueError(
@@ -131,7 +131,7 @@ def check_residual(
 def _mask(
     x: Tensor, key: Tensor | None, site: int, threshold: int, rows: int | None, place: Sequence[int]
 ) -> tuple:
-    """The mask of x's rows, as _C takes it."""
+    """The mask of x's rows, in the form of _C."""
     n = x.numel() // x.shape[-1]
     if key is None:
         return 0, 0, 0, 0, 1, 1, max(1, n), place
@@ -174,8 +174,8 @@ def layer_norm_bwd(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(dtotal, dx, dweight, dbias, dx_bias) of the rows x that were normalized.
 
-    dx is None where it would equal dtotal (no mask, x_dtype is x's), dbias and dx_bias are for a
-    dtype of None.
+    dx is None if it would equal dtotal (no mask, x_dtype is x's), dbias and dx_bias if their dtype
+    is None.
     """
     if runs_triton(x):
         return triton_module("norm.triton").layer_norm_bwd(
@@ -330,17 +330,17 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     """LayerNorm over the last dimension: y = (x - mean) * rstd * weight + bias.
 
     Args:
-        x: [..., C], bf16 | fp16 | fp32 | fp64 (by torch ops), C <= 16384. Rows may be any
-            distance apart; elements of a row that are not neighbours cost a copy.
+        x: [..., C], bf16 | fp16 | fp32 | fp64 (by torch ops), C <= 16384. Rows may have any stride;
+            non-contiguous elements of a row cost a copy.
         weight: [C], dtype of x or fp32.
         bias: [C], dtype of x or fp32, or None.
     Returns:
         y: [..., C], dtype and device of x. x, mean and rstd ([N], fp32) are kept for backward.
     Raises:
         ValueError: shapes, dtypes or devices that differ from the above.
-        RuntimeError: a second derivative is asked for; a GPU without Triton.
-    Traffic: 2 * x.numel() * x.element_size() bytes forward, 3 * ... backward (5 from C > 4096 on
-        with Triton).
+        RuntimeError: a second derivative is requested; a GPU without Triton.
+    Traffic: 2 * x.numel() * x.element_size() bytes forward, 3 * ... backward (5 for C > 4096 with
+        Triton).
     Deterministic: yes, bitwise, forward and backward; on a CPU for any number of threads.
     Oracle: fastpar.kernels.reference.layer_norm_ref
     Source: Ba, Kiros, Hinton 2016, arXiv 1607.06450
@@ -382,7 +382,7 @@ def residual_layer_norm(
     Raises:
         ValueError: shapes, dtypes or devices that differ from the above; dropout_p outside [0, 1);
             a key, site or rows that the mask cannot hold; an rng with first_head.
-        RuntimeError: a second derivative is asked for; a GPU without Triton.
+        RuntimeError: a second derivative is requested; a GPU without Triton.
     Traffic: 4 * x.numel() * x.element_size() bytes forward, 4 * ... backward (5 with dropout).
     Deterministic: yes, bitwise, forward and backward; on a CPU for any number of threads.
     Oracle: fastpar.kernels.reference.residual_layer_norm_ref
@@ -399,7 +399,7 @@ def residual_rms_norm(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Residual add and RMSNorm: residual_out = residual + dropout(x + x_bias), y = its norm.
 
-    Args, Returns, Raises, Traffic, Deterministic: as residual_layer_norm; there is no mean to keep.
+    Args, Returns, Raises, Traffic, Deterministic: as residual_layer_norm; no mean is kept.
     Oracle: fastpar.kernels.reference.residual_rms_norm_ref
     Source: Zhang, Sennrich 2019, arXiv 1910.07467
     """

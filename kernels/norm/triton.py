@@ -1,32 +1,32 @@
-"""LayerNorm and RMSNorm in Triton, alone and behind bias + dropout + residual add.
+"""LayerNorm and RMSNorm in Triton, alone or after bias + dropout + residual add.
 
 The formulas are those of __init__.py; saved are the normalized rows as stored, mean and rstd. All
-kernels are bound by memory, so what counts is bytes under way and instructions an element.
+kernels are bound by memory, so what counts is bytes in flight and instructions per element.
 
 [Note: tile] A tile is ROWS rows of K chunks of CHUNK columns, K a constant: any width is K chunks
 and one masked end, so 768 = 3 x 256 wastes nothing. A thread holds SIDE neighbours of each chunk
-(16 bytes of the widest tensor), a warp or more a row: few enough that forward keeps at most 64
-elements of a row in a thread, backward 24. With one warp a row no barrier is met until the end.
-Vectors [C] are read once for each row, from L1, in the rows' own layout: read as vectors they
+(16 bytes of the widest tensor), with one or more warps per row: so many that forward keeps at most
+64 elements of a row in a thread, backward 24. With one warp per row there is no barrier until the
+end. Vectors [C] are read once per row, from L1, in the rows' own layout: in a vector's layout they
 would be exchanged through shared memory.
 
-[Note: bytes under way] Little's law asks for about 30 KB on each SM of an H200 (4.8 TB/s, 0.8 us,
-132 SMs). Registers of sm_90 allow, in bf16:
-    forward 768          40 warps x 1536 bytes = 60 KB, 17 instructions an element
+[Note: bytes under way] By Little's law each SM of an H200 needs about 30 KB in flight (4.8 TB/s,
+0.8 us, 132 SMs). Registers of sm_90 allow, in bf16, with instructions per element:
+    forward 768          40 warps x 1536 bytes = 60 KB, 17
     forward 1600         24 warps x 3200 bytes = 77 KB, 16
     backward 768         12 rows x 3 KB = 37 KB, 20;  with three sums 8 rows x 4.6 KB = 37 KB, 23
     backward 1600        4 rows x 6.4 KB = 26 KB, 22; with three sums 3 rows x 9.6 KB = 29 KB, 27
-Backward's are under way all the time: a program asks for its next rows before it works on these,
-and holds them as they are stored.
+Backward's bytes are in flight all the time: a program loads its next rows before it works on the
+current ones, and holds them in their storage format.
 
 [Note: backward] A fixed number of programs, as many as an SM holds at once, walks over the rows and
-keeps its part of dweight, dbias and dx_bias in registers; a second kernel adds the programs' parts
-in order. So the bits depend on the GPU's number of SMs, not on the run. Rows of more than 4096
-columns do not fit: a first kernel makes the two means of each row, then programs share the columns.
+keeps its partials of dweight, dbias and dx_bias in registers; a second kernel adds the partials in
+order. So the bits depend on the GPU's number of SMs, not on the run. Rows of more than 4096 columns
+do not fit: a first kernel computes the two means of each row, then programs divide the columns.
 
 [Note: mask in registers] One Philox call serves 16 neighbours, a thread holds SIDE = 8 (or 4).
-Threads that share a group both make its call and take their own words: the same work as in a
-warp with idle lanes (256 columns are 16 groups for 32 lanes), and no bit moves between threads.
+Threads that share a group both make its call and use their own words: the same work as in a warp
+with idle lanes (256 columns are 16 groups for 32 lanes), and no bit moves between threads.
 """
 
 # Triton compiles a + (b,), not (*a, b), and lets a tuple grow.
@@ -195,7 +195,7 @@ def _layer_norm_fwd_kernel(
 
 
 class Tile(NamedTuple):
-    """How a row of C elements lies in registers; see [Note: tile]."""
+    """The layout of a row of C elements in registers; see [Note: tile]."""
 
     chunk: int
     rows: int
@@ -205,7 +205,7 @@ class Tile(NamedTuple):
 
 @functools.cache
 def tile_of(C: int, itemsize: int, values: int, least_warps: int) -> Tile:
-    """At most `values` elements of a row in a thread; 16 bytes of each tensor side by side."""
+    """At most `values` elements of a row in a thread; 16 contiguous bytes of each tensor."""
     side = 16 // itemsize
     warps_per_row = 1
     while cdiv(C, 32 * side * warps_per_row) * side > values:
@@ -216,7 +216,7 @@ def tile_of(C: int, itemsize: int, values: int, least_warps: int) -> Tile:
 
 
 def flat_rows(x: Tensor, n: int, C: int) -> tuple[Tensor, int]:
-    """x as n rows of C neighbours, and how far these are apart; a copy only where strides ask for
+    """x as n rows of C contiguous elements, and their stride; a copy only if strides require
     it."""
     if x.is_contiguous():
         return x, C
@@ -226,7 +226,7 @@ def flat_rows(x: Tensor, n: int, C: int) -> tuple[Tensor, int]:
 
 
 class Plan(NamedTuple):
-    """What a launch gets besides tensors, their steps and the mask; the same for equal layouts."""
+    """Launch arguments besides tensors, their strides and the mask; the same for equal layouts."""
 
     n: int  # rows
     grid: tuple[int, ...]
@@ -237,7 +237,7 @@ class Plan(NamedTuple):
 def places_of(
     shape: tuple[int, ...], n: int, masked: bool, sample_rows: int | None, place: Sequence[int]
 ) -> tuple[int | None, ...]:
-    """How kernels find the mask's rows; None where nothing is added to them."""
+    """How kernels find the mask's rows; None if nothing is added to them."""
     first_row, *moved = place
     at = MaskBlock(n, 1, sample_rows or 1, shape[-1])
     if masked and sample_rows is None:
@@ -473,9 +473,9 @@ _WIDE = 4096  # rows that backward reads twice
 def bwd_tile_of(
     C: int, itemsize: int, sums: int, tensors: int, rms: bool, how: Config
 ) -> tuple[Tile, int, int]:
-    """(tile, programs that an SM holds at once, registers a thread may have for that).
+    """(tile, programs that an SM holds at once, registers per thread for that).
 
-    The limits on what is live come from ptxas's reports: with them nothing spills.
+    The limits on live values come from ptxas's reports: with them nothing spills.
     """
     # The sums; what is made of x and dy; the next row, most of it packed as it is stored.
     each = sums + (3.1 if rms else 2) + 1.2 * tensors * itemsize / 4
@@ -488,7 +488,7 @@ def bwd_tile_of(
 
 
 class BwdPlan(NamedTuple):
-    """What the launches get besides tensors, their steps and the mask; see Plan."""
+    """Arguments of the launches besides tensors, their strides and the mask; see Plan."""
 
     n: int
     grid: tuple[int, int]  # programs, parts of wide rows
@@ -503,7 +503,7 @@ def _bwd_plan(
     shape: tuple[int, ...], itemsize: int, bias: bool, x_bias: bool, given: bool, rms: bool,
     masked: bool, sample_rows: int | None, place: tuple[int, ...], how: Config, sms: int,
 ) -> BwdPlan:  # fmt: skip
-    """bias, x_bias: whether their gradients are asked for; given: whether dtotal is."""
+    """bias, x_bias: whether their gradients are requested; given: whether dtotal is."""
     *rows, C = shape
     n, sums, blocks = math.prod(rows), 1 + bias + x_bias, cdiv(C, _WIDE)
     width = cdiv(C, blocks)
@@ -571,7 +571,7 @@ def layer_norm_bwd(
 
 
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
-    """Every kernel, in the variants that GPT-2's shapes and options lead to."""
+    """Every kernel, in the variants for GPT-2's shapes and options."""
 
     def call(
         C: int, dtype: torch.dtype = torch.bfloat16, x_dtype: torch.dtype | None = None,

@@ -610,7 +610,7 @@ HIDDEN, IN_PLACE = LEAF * 1.0, {"inplace": True}
 WHOLE = [
     (r"expected logits .* got logits=\[\]", {"logits": torch.tensor(1.0)}),
     ("expected logits that were computed .* leaf", {"logits": LEAF, **IN_PLACE}),
-    ("expected logits whose rows are evenly apart",
+    ("expected logits whose rows are evenly spaced",
      {"logits": HIDDEN[:1].expand(6, 20), **IN_PLACE}),
     (r"expected logits whose rows .* strides=\[1, 6\]",
      {"logits": HIDDEN.t().contiguous().t(), **IN_PLACE}),
@@ -629,7 +629,7 @@ PRODUCTS = [
     ("expected chunk_rows >= 1, got chunk_rows=0", {"chunk_rows": 0}),
 ]  # fmt: skip
 OUT = r"expected out like logits \(\[6, 20\], torch.float32, cpu\), got out="
-ROWS = "expected out with contiguous rows evenly apart"
+ROWS = "expected out with contiguous, evenly spaced rows"
 UNEVEN = {"out": torch.empty(2, 4, 20)[:, :3], "targets": TARGETS.view(2, 3)}
 GRAD = [
     (r"expected torch.float32 lse \[6\] .* got lse=\[5\]", {"lse": LSE[:5]}),
