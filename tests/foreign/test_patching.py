@@ -166,10 +166,10 @@ def test_any_other_model():
     assert report.replaced == {kind.__name__: [str(i)] for i, kind in enumerate(swapped)}
     assert report.left == {
         ("Linear", "torch's, fastpar has no faster one"): ["4"],
-        ("MyNorm", "not known"): ["5"],
-        ("PReLU", "not known"): ["6"],
-        ("Embedding", "padding_idx=0 has no kernel"): ["7"],
-        ("LayerNorm", "20000 elements a row, the kernel takes 1 to 16384"): ["9"],
+        ("MyNorm", "unknown class"): ["5"],
+        ("PReLU", "unknown class"): ["6"],
+        ("Embedding", "no kernel supports padding_idx=0"): ["7"],
+        ("LayerNorm", "20000 elements per row, the kernel supports 1 to 16384"): ["9"],
     }
     assert fastpar.unpatch(model) == 4
     assert type(model[1]) is nn.LayerNorm

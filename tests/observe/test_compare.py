@@ -595,7 +595,7 @@ def fake_measure(monkeypatch, failing=(), interrupted_at=None):
          "ddp: failed: rank 1: RuntimeError: no room"),
         ({"failing": ("dp", "single")}, "dp", 1, [], "nothing was measured"),
         ({"interrupted_at": 3}, "single,ddp,dp", 130, ["single", "ddp"],
-         "stopped before all of its runs"),
+         "stopped before all runs were done"),
     ],
 )  # fmt: skip
 def test_what_ends_a_comparison_early(

@@ -123,7 +123,7 @@ def test_stages_are_lanes_and_the_bubble_is_a_number(here, capfd, schedule):
     ("flags", "status", "message"),
     [
         ("--steps 0", 2, "profile: expected steps >= 1, got steps=0; set --steps"),
-        ("--resume --steps 1", 2, "profile: expected a new run, got resume=True; leave --resume"),
+        ("--resume --steps 1", 2, "profile: expected a new run, got resume=True; drop --resume"),
         ("--out taken", 2, "profile: expected a new or empty folder, got out=taken; choose"),
         ("--nproc 2 --out taken", 2, "profile: expected a new or empty folder, got out=taken"),
         ("--batch-size 3 --micro-batch-size 2", 2, "train: expected batch_size = dp"),
