@@ -261,7 +261,8 @@ def test_what_does_something_else_is_left(name):
     assert isinstance(ours.transformer.h[0], fused.Block)
     assert "transformer.h.1.attn" in report.replaced["SelfAttention"] or part == "attn"
     if part in ("attn", "ln_2"):
-        assert report.left["Layer", f"its {'attention' if part == 'attn' else part} was left unchanged"]
+        part = "attention" if part == "attn" else part
+        assert report.left["Layer", f"its {part} was left unchanged"]
     if (name not in DRAWN and not reason) or reason == OTHER:
         assert_equal_calls(ours, theirs)
 
