@@ -159,6 +159,15 @@ def gpu_figures():
     assert any(found)
 
 
+def test_the_times_of_the_first_screen_are_results():
+    """A step of AdamW with clipping; `python -m bench report` writes the table that has them."""
+    found = re.search(
+        r"take ([\d.]+) ms on a 2-core AMD CPU;.*?take ([\d.]+) ms", README, re.DOTALL
+    )
+    cell = f"| {found[1]}; clip_grad_norm_ + torch fused + casts {found[2]} ("
+    assert cell in (ROOT / "bench/results/README.md").read_text()
+
+
 def layouts():
     with pytest.raises((ValueError, TypeError), match="pp"):
         run_ranks(lambda: fastpar.parallelize(nn.Linear(2, 2), fastpar.Mesh(pp=2)), 2)
