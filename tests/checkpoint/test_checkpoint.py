@@ -351,9 +351,9 @@ def test_a_state_of_another_program(tmp_path):
 @sweep(
     ["state", "problem"],
     [
-        ({"step": 7}, "expected a state without 'step', which save.. adds, got one; rename"),
-        ({"model": "x"}, "expected a state without 'model'"),
-        ({"n": 10**50}, "can be read back, got a number of 51 digits; keep large"),
+        ({"step": 7}, "expected a state without key 'step', which save.. adds; rename"),
+        ({"model": "x"}, "expected a state without key 'model'"),
+        ({"n": 10**50}, "can be read back, got a number of 51 digits; save large"),
         ({"x": torch.ones(2)}, "expected a state of JSON values, got Object of type Tensor is not"),
     ],
 )

@@ -159,7 +159,7 @@ def test_folders_that_are_none(tmp_path, monkeypatch):
     refused(r"fastpar \w+: expected a run, .*\(no such folder\)", tmp_path / "none")
     (tmp_path / "file").write_text("")
     refused(r"got folder=.*/file \(Not a directory\); name one", tmp_path / "file")
-    refused(r"a run with checkpoints, .* with file; give one of", tmp_path)
+    refused(r"a run with checkpoints, .* with file; name one of", tmp_path)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.json").write_text("{}")
     refused(r"with checkpoints, config.json, file; name one of these", tmp_path)

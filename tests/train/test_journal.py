@@ -123,7 +123,7 @@ def test_what_a_finished_run_shows_ends_it_no_more(here, monkeypatch, capsys):
     assert start("r", tokenizer="chars", prompt=("\u4e16",), max_steps=2) == 0
     printed = capsys.readouterr().out
     assert "loss.png failed: [Errno 28] no room\n" in printed
-    assert "samples failed: CharTokenizer.encode: expected characters of the text" in printed
+    assert "samples failed: CharTokenizer.encode: expected characters of its training" in printed
     assert "next: fastpar sample r" in printed
 
 
