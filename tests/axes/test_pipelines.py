@@ -119,14 +119,17 @@ def test_stages_owners_and_messages_between_ranks():
 def test_a_schedule_that_waits_for_itself_is_found():
     schedule = make_schedule("1f1b", 2, 3)
     backward_first = tuple(tuple(sorted(ops, key=lambda op: op.kind.value)) for ops in schedule.ops)
-    with pytest.raises(ValueError, match=r"1f1b with pp=2 where .* wait"):
+    with pytest.raises(ValueError, match=r"1f1b with pp=2 cannot run.* wait for each other"):
         check(schedule._replace(ops=backward_first))
 
 
 BAD = [
     (("1f2b", 2, 4), r"one of gpipe, 1f1b, interleaved, zb-h1, zb-v, got schedule='1f2b'"),
     (("zb-v", 2, 4, 3), "chunks to fit schedule=zb-v .*, got chunks=3; drop"),
-    (("1f1b", 2, 4, 2), "plan: expected another .* 1 to 64 with interleaved, .* --chunks"),
+    (
+        ("1f1b", 2, 4, 2),
+        r"chunks to fit schedule=1f1b \(interleaved: 1 to 64, .*, got chunks=2; drop --chunks",
+    ),
     (("1f1b", 0, 4), "at least one rank and one micro-batch, got pp=0 micro_batches=4"),
     *(
         ((name, 2, 4), r"use '1f1b'.* see bench/results/parameter_serv")
@@ -187,5 +190,5 @@ def test_no_other_cut_is_better(costs, n_stages, head):
 )
 def test_the_shapes_of_gpt2(n_layer, head, n_stages, expected):
     assert cut([0.1, *[1.0] * n_layer, head], n_stages) == expected
-    with pytest.raises(ValueError, match=r"cut: expected 1 to 4 stages, .* n_stages=5; choose"):
+    with pytest.raises(ValueError, match=r"cut: expected 1 to 4 stages .* n_stages=5; choose"):
         cut([0, 1, 1, 5], 5)

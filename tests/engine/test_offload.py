@@ -279,7 +279,7 @@ def test_a_checkpoint_comes_from_the_host(tmp_path, monkeypatch, mode, stage):
 
 
 def refused(**options):
-    with pytest.raises(ValueError, match="expected") as error:
+    with pytest.raises(ValueError, match="parallelize: ") as error:
         made(**options)
     return str(error.value)
 

@@ -180,7 +180,9 @@ def test_bad_steps_are_refused_and_a_stage_alone_has_no_forward():
             Adafactor(model.parameters(), lr=1e-2)
         with pytest.raises(AttributeError, match=r"call fastpar\.pipeline_step instead"):
             model(zeros(4), zeros(4))
-        with pytest.raises(ValueError, match=r"generate: .* got one cut into stages; load_hf\(\)"):
+        with pytest.raises(
+            ValueError, match=r"generate: .* got one split into pipeline stages; load it"
+        ):
             next(generate(model, zeros(4), 1))
 
     run_ranks(rank, 2)

@@ -247,7 +247,7 @@ def test_muon_groups():
         "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight",
     }  # fmt: skip
     assert {"wte.weight", "wpe.weight"} == {names[p] for p in found[0]["params"]}
-    with pytest.raises(ValueError, match="linear layers in a list of blocks, got Linear without"):
+    with pytest.raises(ValueError, match="Linear has no linear layers in a list of blocks; make"):
         fastpar.muon_groups(nn.Linear(3, 3))
 
     def kinds(model):
