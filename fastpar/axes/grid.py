@@ -496,10 +496,7 @@ class Gridded(Axis):
         if command.tp_grid in (None, "none"):
             return
         if command.measure:
-            raise ValueError(
-                f"plan: --measure cannot time the exchanges of tp_grid={command.tp_grid}; drop one "
-                "of them"
-            )
+            raise ValueError("--measure does not support --tp-grid; drop one of them")
         names = ("optimizer", "moment_dtype", "fp8", "tp_grid", "n_expert")
         given = {name: getattr(command, name) for name in names}
         values = {**DEFAULTS, **given, "pp": command.pp or 1, **of_shape(workload.shape)}

@@ -196,7 +196,7 @@ def test_which_one_wins_and_why_others_lose():
     fastest = min(e.time.step_s for e in estimates if e.time is not None)
     assert winner.time.step_s <= 1.01 * fastest
     # What the trainer refuses is not among them.
-    assert "tp to divide the MLP's width of 3072" in refused(GPT2, Setup(world_size=5, tp=5))
+    assert "tp to divide the MLP's width, 3072" in refused(GPT2, Setup(world_size=5, tp=5))
     assert "does not divide dp=8" in refused(GPT2, Setup(world_size=8, zero_stage=1, shard_size=3))
     assert not any(e.setup.tp > 1 for e in found(world=2, moment_dtype="int8"))
 
@@ -439,7 +439,7 @@ BAD = [
     (GRID_OF + "1x4", "plan: expected tp_grid to have at most n_head=2 columns, got tp_grid"),
     ("--tp-grid 2x2 --pp 2", "--tp-grid does not support --pp; drop one"),
     ("--tp-grid 2x2 --optimizer muon", "--tp-grid does not support --optimizer muon; drop"),
-    ("--tp-grid 2x2 --measure", "plan: --measure cannot time the exchanges of tp_grid=2x2; drop"),
+    ("--tp-grid 2x2 --measure", "--measure does not support --tp-grid; drop one of them"),
     ("--gpus 1 --fp8 mlp", r"save at least 3% of a step, got fp8=mlp with n_embd=768: [-\d.]+ of"),
     ("--gpus 1 --fp8 mlp", r"drop --fp8, it would pay from n_embd=\d+ on"),
     ("--gpus 1 --fp8 mlp --gpu a100", "data sheet of a GPU with fp8 products .*, got gpu=a100"),
