@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -101,18 +102,22 @@ def test_the_site_has_every_public_name(tmp_path):
     pytest.importorskip("mkdocstrings", reason="pip install -e '.[docs]' (make docs)")
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(clone)], check=True)
-    for path in ("mkdocs.yml", "pages.py"):  # as they are, not as they were committed
-        (clone / ".ci" / "docs" / path).write_text((ROOT / ".ci" / "docs" / path).read_text())
+    shutil.rmtree(clone / ".ci" / "docs")  # as it is, not as it was committed
+    shutil.copytree(ROOT / ".ci" / "docs", clone / ".ci" / "docs")
     command = [sys.executable, ".ci/docs/pages.py"]
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     site = clone / "build" / "docs" / "site"
-    for page, module in (("fastpar", fastpar), ("kernels", kernels)):
-        text = (site / "api" / f"{page}.html").read_text()
+    for module in (fastpar, fastpar.nn, fastpar.sharding, kernels):
+        text = (site / "api" / f"{module.__name__.split('.')[-1]}.html").read_text()
         for name in module.__all__:
             home = f"{getattr(module, name).__module__}.{name}" if name[0] != "_" else ""
             assert f'id="{home}"' in text or not home, name
     assert "https://fonts" not in (site / "index.html").read_text()
+    text = (site / "matrix.html").read_text()  # each refusal has its reason
+    links = set(re.findall(r'href="#(r\d+)"', text))
+    assert len(links) > 20
+    assert links <= set(re.findall(r'id="(r\d+)"', text))
 
 
 # The README: its code runs, its links lead somewhere, and each limit is what the code does
