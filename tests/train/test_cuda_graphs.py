@@ -141,7 +141,7 @@ def test_what_is_captured_and_said(here, captured, monkeypatch):
         (1, {"optimizer": "muon"}, ""),
         (1, {"activation_checkpointing": "full"}, ""),
         (2, {}, ""),
-        (1, {**on, "deterministic": True}, f"{micro}the host adds micro-batches up in a"),
+        (1, {**on, "deterministic": True}, f"{micro}the host sums micro-batches in a"),
         (1, {**on, "optimizer": "adafactor"}, f"{micro}Adafactor reads its numbers on the"),
         (2, {**on, "zero_stage": 1}, f"{micro}the host starts collectives"),
     ):
