@@ -70,7 +70,7 @@ SMALL = {
         ("/shared/", ""),
         ("--data my_texts --auto", f"--data my_texts --max-steps 10 --model micro {TINY} --auto"),
     ],
-    "read_a_profile": [("--zero 3", "--zero 3 --steps 2 --threads 1 --batch-size 2")],
+    "read_a_profile": [("--batch-size 2", "--batch-size 2 --steps 2 --threads 1")],
     "add_an_axis": [("--model micro --max-steps 20", f"--model micro --max-steps 4 {TINY}")],
 }
 FILES = {
