@@ -348,15 +348,12 @@ def test_what_documents_and_comments_name_exists():
     assert sorted(stale) == []
 
 
-WIDE = {"csrc/README.md", "fastpar/nn/README.md"}  # still to be narrowed
-
-
 def test_no_line_of_a_document_is_longer_than_120():
     """Except tables of results, and the pages of results that a program writes."""
     wide = []
     for path in tracked("*.md"):
         name, of_results = path.relative_to(ROOT).as_posix(), ROOT / "bench/results" in path.parents
-        if name in WIDE or (of_results and path.name == "table.md"):
+        if of_results and path.name == "table.md":
             continue
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if len(line) > 120 and not (of_results and line.startswith(("|", "NVIDIA", "CPU"))):
