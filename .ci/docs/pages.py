@@ -46,7 +46,8 @@ def copy(path: Path, pages: set[Path]) -> None:
     def kept(match: re.Match[str]) -> str:
         other = (ROOT / path.parent / match[2]).resolve()
         there = other.is_relative_to(ROOT) and other.relative_to(ROOT) in pages
-        return match[0] if there else f"{match[1]} (`{match[2]}`)"
+        named = Path(match[2]).name in match[1]
+        return match[0] if there else match[1] if named else f"{match[1]} (`{match[2]}`)"
 
     target.write_text(LINK.sub(kept, (ROOT / path).read_text(encoding="utf-8")), encoding="utf-8")
 
@@ -116,7 +117,7 @@ def config(pages: set[Path]) -> str:
     found = [path for path in pages if path.parent == EXAMPLES / "tutorials"]
     order = (ROOT / EXAMPLES / "README.md").read_text(encoding="utf-8")
     found.sort(key=lambda path: (order.find(path.name) % (len(order) + 1), path))
-    lines = "".join(f"\n      - {path}" for path in (EXAMPLES / "README.md", *found))
+    lines = "".join(f"\n      - {path}" for path in (f"Overview: {EXAMPLES}/README.md", *found))
     return (HERE / "mkdocs.yml").read_text().replace("- Tutorials:", f"- Tutorials:{lines}")
 
 
