@@ -132,7 +132,7 @@ class Absent(Tensor):
         made._what, made._name, made._ranks = what, name, ranks
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return _shown(self._what, self.shape, self._ranks)
 
     @classmethod
@@ -230,7 +230,7 @@ class AbsentParameter(nn.Parameter):
         """Like torch's; the result is absent too."""
         return self.data
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Parameter containing:\n{_shown('parameter', self.shape, _ranks_of(self))}"
 
     @classmethod
