@@ -251,7 +251,7 @@ def test_what_is_refused_at_once(message):
                 value = read(grad)
                 assert type(value) is torch.Tensor
                 assert value.isnan().all()
-            assert "nan" in repr(grad)
+            assert repr(grad).startswith("gradient shard of [5], rank")
             optimizer.step()
             optimizer.zero_grad()
         else:

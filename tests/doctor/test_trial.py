@@ -246,7 +246,9 @@ def test_one_that_may_hang_is_tried_in_a_process_of_its_own(monkeypatch, tmp_pat
 def test_a_process_that_does_not_start_says_nothing_about_what_it_would_have_tried(monkeypatch):
     code = "import sys; sys.exit('no module')"
     monkeypatch.setattr(trial, "call_command", lambda function: [sys.executable, "-c", code])
-    with pytest.warns(UserWarning, match="cpu was not tried, .* did not start: status 1 no module"):
+    with pytest.warns(
+        UserWarning, match="cpu was not tried because .* did not start: status 1 no module"
+    ):
         assert trial.wrong_in_subprocess(PLAIN, 64, "cpu") is None
 
 

@@ -296,7 +296,7 @@ def test_what_they_cannot_serve_is_refused_by_name(monkeypatch):
     assert "Triton 3.6" in refusal_of_hopper(x, x, x)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "sm_90" in refusal_of_hopper(x, x, x)
-    with pytest.raises(RuntimeError, match=r"cannot: it needs a GPU of sm_90 .*; call attention"):
+    with pytest.raises(RuntimeError, match=r"does not: it needs a GPU of sm_90 .*; call attention"):
         attention_forward_hopper(*draw(1, 8, 1, 1, 64)[1:])
     x = torch.empty(1, 8, 1, 64)
     with pytest.raises(RuntimeError, match=r"attention_backward_hopper: .* sm_90 .*; call att"):

@@ -62,7 +62,7 @@ RUNS = [  # machine and choice, op, device, what runs, why
     ({"gpu": False}, "attention", "cpu", "cpp: attention_cpu.cpp", ""),
     ({}, "layer_norm", "cuda", "triton: norm/triton.py", ""),
     ({}, "adamw_step_", "cuda", "cuda: adamw_cuda.cu", ""),
-    ({}, "linear", "cuda", "torch", "torch's own kerne"),
+    ({}, "linear", "cuda", "torch", "torch's kernel: "),
     (BARE, "layer_norm", "cuda", "refused", "no triton package; `pip install triton`"),
     (BARE, "adamw_step_", "cuda", "refused", NVCC),
     *(({"choice": "torch"}, op, on, "torch", FORCED) for op in backend.OPS

@@ -248,7 +248,7 @@ REFUSALS = [  # (words, op, tensors, rng, more)
         ({"first_row": 2**31 - 6}, "expected 0 <= .* first_row=2147483642 N=6"),
         ({"first_head": 1}, "expected an rng without first_head, got first_head=1"),
         ({"rows": None}, "expected an rng without first_row, got first_row=2"),
-        ({"moved": (1, 2)}, "expected rng.rows >= 1, even where .*got rows=3 moved"),
+        ({"moved": (1, 2)}, "expected rng.rows >= 1, and even if .*got rows=3 moved"),
         ({"rows": 4, "moved": (-1, 2)}, "expected rng.moved that leave no row below 0"),
         ({"rows": 4, "moved": (1, -3)}, r"expected rng.moved that leave .*moved=\(1, -3"),
         ({"rows": 4, "moved": (0, 2**30)}, "expected rng.moved that leave .*1073741824"),

@@ -613,7 +613,9 @@ def test_parameters_that_change_their_strides_later():
     optimizer = AdamW([p])
     optimizer.step()
     p.data = p.data.contiguous()
-    with pytest.raises(ValueError, match=r"reload an optimizer's by load_state_dict\(state_dict"):
+    with pytest.raises(
+        ValueError, match=r"reload an optimizer's states by load_state_dict\(state_dict"
+    ):
         optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.step()

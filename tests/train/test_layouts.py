@@ -445,7 +445,7 @@ def test_an_upcycled_model_has_the_loss_of_the_dense_one(here):
     for dense, options, words in (
         (model, {"top_k": 1}, "top_k >= 2, .* got top_k=1"),
         (model, {"expert_hidden": 8}, "top_k >= 2, .* as wide as the MLP, got .* expert_hidden=8"),
-        (sparse, {}, "expected a dense model, got one with n_expert=4"),
+        (sparse, {}, "a dense model, got one with n_expert=4"),
     ):
         with pytest.raises(ValueError, match=f"upcycled: expected {words}"):
             upcycled(dense, {"n_expert": 4, **options})
