@@ -22,6 +22,7 @@ import torch
 
 from fastpar.comm.ranks import available_cores
 from fastpar.doctor.table import cpu_name
+from fastpar.kernels import _C
 from fastpar.predict.machine import version_of
 
 SCHEMA = 1
@@ -183,6 +184,7 @@ def machine(device: str) -> dict[str, Any]:
     about: dict[str, Any] = {
         "device": device,
         "cpu": cpu_name(),
+        "isa": _C.isa() if _C else torch.backends.cpu.get_cpu_capability().lower(),
         "cores": available_cores(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -200,12 +202,17 @@ def machine(device: str) -> dict[str, Any]:
     return about
 
 
+def cpu_of(about: dict[str, Any]) -> str:
+    """The processor and its vector instructions, which earlier results do not record."""
+    return f"{about['cpu']} ({about['isa']})" if "isa" in about else about["cpu"]
+
+
 def machine_line(about: dict[str, Any]) -> str:
     """One line for the top of a table."""
     if about["device"] == "cuda":
         where = f"{about['gpu']}, driver {about['driver']}, CUDA {about['cuda']}"
     else:
-        where = f"CPU: {about['cpu']}, {about['cores']} cores"
+        where = f"CPU: {cpu_of(about)}, {about['cores']} cores"
     tree = f"{about['commit']}{' + changes' if about['dirty'] else ''}"
     triton = about["triton"] or "none"
     return f"{where}; torch {about['torch']}, triton {triton}; commit {tree}; {about['date']}"
@@ -213,9 +220,8 @@ def machine_line(about: dict[str, Any]) -> str:
 
 def slug(about: dict[str, Any]) -> str:
     """The machine's part of a result file's name."""
-    name = (
-        about["gpu"] if about["device"] == "cuda" else f"cpu {about['cpu']} {about['cores']} cores"
-    )
+    cpu = f"cpu {cpu_of(about)} {about['cores']} cores"
+    name = about["gpu"] if about["device"] == "cuda" else cpu
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

@@ -69,14 +69,15 @@ def _wires(device: str, folder: Path) -> list[Row]:
 
 
 def _headline(folder: Path) -> str:
-    """A column for the newest machine of each CPU maker; GPUs in a table of their own."""
+    """A column for the newest machine of each CPU maker and instruction set; GPUs in a table of their own."""
     parts = []
     for device in ("cpu", "cuda"):
         found: dict[str, tuple[dict[str, Any], list[Row]]] = {}
         with contextlib.suppress(NoResultsError):
             for about, rows in machines_of(device, folder):
                 maker = about["cpu"].partition(" ")[0].removesuffix("(R)")
-                name = about["gpu"] if device == "cuda" else f"{maker}, {about['cores']} cores"
+                cpu = ", ".join(filter(None, (maker, about.get("isa"), f"{about['cores']} cores")))
+                name = about["gpu"] if device == "cuda" else cpu
                 if tables.headline([(name, rows)]).count("\n") > 1:
                     found.setdefault(name, (about, rows))
         if found:
