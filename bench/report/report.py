@@ -69,7 +69,7 @@ def _wires(device: str, folder: Path) -> list[Row]:
 
 
 def _headline(folder: Path) -> str:
-    """A column for the newest machine of each maker and instruction set; GPUs have their own table."""
+    """Columns: newest machine of each maker and instruction set. GPUs have their own table."""
     parts = []
     for device in ("cpu", "cuda"):
         found: dict[str, tuple[dict[str, Any], list[Row]]] = {}
