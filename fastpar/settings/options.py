@@ -178,8 +178,8 @@ class SystemSettings:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto: cuda if there is one, otherwise cpu."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Format of weights and activations; auto: fp32 on cpu, bf16 on cuda.
-    16-bit weights have fp32 master copies."""
+    """Format of weights and activations; auto: bf16 on cuda, and on CPUs with AMX for models of
+    n-embd 768 or more (not with --init-from), else fp32. 16-bit weights have fp32 master copies."""
     fp8: Literal["none", "mlp", "all"] = "none"
     """8-bit matrix products: in MLPs (mlp), or also in attention's linear layers (all).
     Needs bf16 and a GPU of sm_89 or later."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from fastpar.settings.config import TrainConfig
 from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 from fastpar.train.journal import check_out
-from fastpar.train.start import digest, find_checkpoint, load_model_and_data
+from fastpar.train.start import digest, find_checkpoint, load_model_and_data, pick_dtype
 from fastpar.train.trainer import Trainer
 
 NO_SIZES = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))
@@ -345,3 +346,17 @@ def test_a_run_goes_on_from_another_folder_and_version(here, monkeypatch, capsys
     assert set(re.findall(r"changed  (\w+)", found.out)) == {
         *("out", "max_steps", "schedule", "cp_method", "pp", "cp", "muon_lr", "router_z_loss")
     }
+
+
+def test_auto_is_bf16_where_all_ranks_multiply_it_fast(monkeypatch):
+    mesh = SimpleNamespace(device=torch.device("cpu"))
+    ranks = [True, True]
+    monkeypatch.setattr("fastpar.train.start.gather_objects", lambda mine: ranks)
+
+    def pick(state=None, **changes):
+        return pick_dtype(TrainConfig().replace({"model": "gpt2", **changes}), mesh, state)
+
+    assert pick() == pick(dtype="bf16") == "bf16"
+    assert pick(n_embd=756) == pick(init_from="w") == pick({"dtype": "fp32"}) == "fp32"
+    ranks[1] = False
+    assert (pick(), pick({"dtype": "bf16"})) == ("fp32", "bf16")
