@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import nanogpt_cells
 import pytest
 import torch
+from cells import sweep
 from safetensors.torch import load_file
 
 from fastpar import cli
@@ -49,23 +51,18 @@ def here(tmp_path, monkeypatch):
 
 def test_help_fits_a_reader(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    assert main([]) == 0
-    assert main(["--help"]) == 0
-    assert main(["--version"]) == 0
+    assert [main(words) for words in ([], ["--help"], ["--version"])] == [0, 0, 0]
     with pytest.raises(SystemExit, match="0"):
         main(["train", "--help-all"])
     out = capsys.readouterr().out
     assert out.count("usage: fastpar COMMAND") == 2
     assert f"\n{__version__}\n" in out
     assert "--config FILE.toml" in out
-    for flag in ("--model", "--data", "--max-steps", "--micro-batch-size", "--lr", "--nproc"):
-        assert f" {flag} " in out
-    text = out[out.index("usage: fastpar train") :].splitlines()
-    assert max(map(len, text)) <= 100
+    text = out[out.index("usage: fastpar train") :]
+    assert max(map(len, text.splitlines())) <= 100
     for name in TrainConfig().settings():  # every setting has a flag and a word of help
         flag = "--" + name.replace("_", "-")
-        line = next(n for n, row in enumerate(text) if f" {flag} " in row or f" {flag}," in row)
-        assert any(c.islower() for c in text[line].split(flag, 1)[1] + text[line + 1]), flag
+        assert re.search(rf" {flag}[ ,\n].*(\n.*)?[a-z]", text), flag
 
 
 def test_flags_win_over_the_file_over_the_run_over_defaults(here):
@@ -127,27 +124,17 @@ def test_a_users_mistake_is_one_line_and_status_2(here, capsys, arguments, line)
     assert err.startswith(line)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--max-stepps", "3"], ["--dtype", "fp8"], ["--lr", "x"], ["--zero", "4"]]
-)
+@sweep("arguments", ["--max-stepps 3", "--dtype fp8", "--lr x", "--zero 4"])
 def test_unknown_flags_are_refused_with_status_2(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["train", *arguments])
-    assert arguments[0] in capsys.readouterr().err
-
-
-def test_what_the_machine_refuses_is_one_line(here, capsys):
-    Path("file").write_text("")
-    assert fastpar(f"{TRAIN} --out file/r") == 2
-    err = capsys.readouterr().err.splitlines()
-    assert err[-1] == "fastpar: [Errno 20] Not a directory: 'file/r'"
+        fastpar(f"train {arguments}")
+    assert arguments.split()[0] in capsys.readouterr().err
 
 
 NO_CPU_MEMORY = (
     "[enforce fail at alloc_cpu.cpp:125] err == 0. DefaultCPUAllocator: can't allocate memory: you "
     "tried to allocate 250000000 bytes. Error code 12"
 )
-NO_GPU_MEMORY = "CUDA out of memory. Tried to allocate 2.50 GiB."
 TRACEBACK, MEMORY = "Traceback (most recent call last):", "fastpar: out of memory, "
 
 
@@ -161,7 +148,11 @@ TRACEBACK, MEMORY = "Traceback (most recent call last):", "fastpar: out of memor
         (RuntimeError("?"), 1, TRACEBACK),
         (KeyboardInterrupt(), 130, ""),
         (RuntimeError(NO_CPU_MEMORY), 1, f"{MEMORY}250.0 MB could"),
-        (torch.OutOfMemoryError(NO_GPU_MEMORY), 1, f"{MEMORY}2.50 GiB could"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB."),
+            1,
+            f"{MEMORY}2.50 GiB could",
+        ),
         (MemoryError("Unable to allocate 1.25 GiB for an array"), 1, f"{MEMORY}1.25 GiB could"),
         (OSError(12, "Cannot allocate memory"), 1, f"{MEMORY}a tensor"),
     ],
@@ -181,9 +172,12 @@ def test_what_ends_a_command(error, status, said, capsys, monkeypatch):
         assert "; for training, lower --micro-batch-size, add --activation-ch" in lines
 
 
-def test_a_cache_that_cannot_be_written_is_the_users_to_change(here, capsys, monkeypatch):
-    monkeypatch.delenv("XDG_CACHE_HOME")
+def test_folders_that_cannot_be_written_are_one_line(here, capsys, monkeypatch):
     Path("home").write_text("")
+    assert fastpar(f"{TRAIN} --out home/r") == 2
+    err = capsys.readouterr().err.splitlines()
+    assert err[-1] == "fastpar: [Errno 20] Not a directory: 'home/r'"
+    monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "home")
     assert fastpar(f"{TRAIN} --out r") == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -262,43 +256,31 @@ def test_train_then_sample_export_and_info(here, capsys, monkeypatch):
     assert fastpar("sample runs/micro-text --interactive --prompt god") == 2
     assert "expected --interactive or --prompt, got both" in capsys.readouterr().err
 
-    assert fastpar("export runs/micro-text --to given/away") == 0
-    assert sorted(os.listdir("given/away")) == [
-        "config.json", "model.safetensors", "tokenizer_config.json",
-    ]  # fmt: skip
-    assert fastpar("export runs/micro-text --to given/away") == 2
-    assert "expected a new folder, got to=given/away, which exists" in capsys.readouterr().err
+    assert fastpar("export runs/micro-text --to given/away --dtype bf16") == 0
+    names = ["config.json", "model.safetensors", "tokenizer_config.json"]
+    assert sorted(os.listdir("given/away")) == names
+    weights = load_file("given/away/model.safetensors")
+    assert weights["transformer.wpe.weight"].dtype == torch.bfloat16
     assert fastpar("sample given/away --max-new-tokens 2") == 0
-    os.remove("given/away/tokenizer_config.json")
-    assert fastpar("sample given/away") == 2
-    assert "expected --tokenizer for the 256 tokens of given/away" in capsys.readouterr().err
-    assert fastpar("sample given/away --tokenizer bytes --max-new-tokens 2") == 0
-
-    assert fastpar("export runs/micro-text --to half --dtype bf16") == 0
-    assert load_file("half/model.safetensors")["transformer.wpe.weight"].dtype == torch.bfloat16
 
     capsys.readouterr()
     assert fastpar("inspect runs/micro-text --filter wpe") == 0
-    out = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in out[2:]] == [
-        "transformer.wpe.weight", *(f"wpe.weight/{e}" for e in ("step", "exp_avg", "exp_avg_sq")),
-    ]  # fmt: skip
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 4
     assert fastpar("verify runs/micro-text") == 0
     weights = Path("runs/micro-text/checkpoints/step_000002/model.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1])
     assert fastpar("verify runs/micro-text") == 1
-    assert "the run has no undamaged checkpoint" in capsys.readouterr().out
+    capsys.readouterr()
     assert fastpar("sample runs/micro-text/latest") == 2
     assert capsys.readouterr().err.startswith("verify_files: expected files as in the manifest of")
 
     assert fastpar("info") == 0
     info = capsys.readouterr().out
-    with pytest.raises(SystemExit) as left:
-        fastpar("info --help")
-    assert left.value.code == 0
-    assert capsys.readouterr().out.startswith("usage: fastpar info [-h]")
     assert __version__ in info
     assert torch.__version__ in info
+    with pytest.raises(SystemExit, match="0"):
+        fastpar("info --help")
+    assert capsys.readouterr().out.startswith("usage: fastpar info [-h]")
 
 
 def test_sample_from_nanogpts_file(here, capsys):
@@ -319,8 +301,6 @@ def test_sample_from_nanogpts_file(here, capsys):
     again, err = capsys.readouterr()
     assert again == out
     assert "/meta.pkl, as in nanoGPT" in err
-    assert fastpar("export ckpt.pt --to hf") == 0
-    assert "has no biases" in capsys.readouterr().err
 
 
 def test_a_rank_says_which_other_one_is_gone_and_when(monkeypatch, capsys):
