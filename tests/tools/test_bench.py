@@ -244,7 +244,7 @@ def test_a_table_is_written_between_its_markers_from_the_newest_rows(tmp_path):
     """A table for each machine, the newest first."""
     of_train = {"bench": "train", "case": "6x384", "direction": "step", "tokens_per_s": 600.0}
     for name, changes, rows in (
-        ("z", {"cpu": "AMD Old", "date": "2025-12-31"}, [make_row(median_ms=6.0)]),
+        ("z", {"cpu": "AMD Old", "date": "2025-12-31"}, [make_row(), make_row(variant="fastpar")]),
         ("b", {"date": "2026-01-01"}, [make_row(median_ms=55.0), make_row(**of_train)]),
         ("a", {}, [make_row(), make_row(variant="fastpar", median_ms=None, refused="red check")]),
     ):
@@ -262,7 +262,8 @@ def test_a_table_is_written_between_its_markers_from_the_newest_rows(tmp_path):
     assert "| 6x384 | eager | 1 x 2 | 2 | 600 | 1.00x |" in report.render("train-cpu", tmp_path)
     for name, why in (
         ("nope", "render: expected one of train, .*, got name=nope"),
-        ("zero-cuda", "render: expected rows for the table zero-cuda"),
+        ("zero-cpu", "render: expected rows for the table zero-cpu"),
+        ("zero-cuda", "machines_of: expected results of device cuda, got none in"),
     ):
         with pytest.raises(ValueError, match=why):
             report.update(f"<!-- bench:{name} -->\n<!-- /bench:{name} -->\n", tmp_path)
