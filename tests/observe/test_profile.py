@@ -9,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from test_verdict import PHASES as MEASURED
 from test_verdict import measured
 
 from fastpar.axes.step import Op
@@ -30,7 +29,7 @@ from fastpar.comm.recorder import (
     Span,
     window,
 )
-from fastpar.observe import pictures, profile
+from fastpar.observe import profile
 from fastpar.observe.profile import Report, layer_bytes, parse_profile
 from fastpar.observe.trace import (
     COMMUNICATION,
@@ -234,26 +233,8 @@ def test_rates_of_a_report_are_of_what_a_step_needs():
     assert len(report.lines()) > 1 + len(rates)
     found = json.loads(json.dumps(report.as_json()))
     assert (found["run"], found["bound"]) == ("a run", "compute")
-    assert [p["name"] for p in found["phases"]] == [p.name for p in MEASURED]
-    assert found["phases"][1]["of_matmul"] == pytest.approx(0.8)
-    assert found["phases"][0]["of_matmul"] is None
+    assert [p["of_matmul"] for p in found["phases"][:2]] == [None, pytest.approx(0.8)]
     assert found["ops"][1]["rate"] == "3 GB/s"
-    assert found["situation"]["batch_size"] == 16
-    assert found["advice"] == report.as_json()["advice"]
-
-
-def test_a_timeline_says_what_each_panel_shows(monkeypatch, tmp_path):
-    figures = pytest.importorskip("matplotlib.figure")
-    shown = []
-    monkeypatch.setattr(figures.Figure, "savefig", lambda self, path: shown.append(self))
-    first = [Span(COMPUTE, "forward", 0, 10), Span(COMPUTE, "backward", 10, 30)]
-    first += [Span(REDUCE, "all_reduce", 15, 28, 4096), Span(WAIT, "all_reduce", 26, 28)]
-    second = [Span(COMPUTE, "optimizer", 0, 3), Span(GATHER, "all_gather", 0, 2)]
-    pictures.draw_timeline({"ZeRO-0": first, "ZeRO-3": second}, ["a line"], tmp_path / "x.png")
-    (figure,) = shown
-    titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert titles[0] == "ZeRO-0: step 30 ms; collectives under way 13 ms, waited for 2 ms"
-    assert titles[1].startswith("ZeRO-3: step 3 ms")
 
 
 def event(name, cat, ts, dur, tid=1, **args):
