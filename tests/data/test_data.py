@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from test_sources import write_shard
 
 from fastpar.data import batches as data_module
 from fastpar.data.batches import (
@@ -153,8 +154,7 @@ def test_eval_batches_read_on_from_the_start(n_tokens, batch_size, n_batches, wo
     batches = list(eval_batches(tokens, **options))
     starts = [starts_of(x) for x, _ in batches]
     last = None if n_batches is None else n_batches * batch_size
-    read = [start for of_batch in starts for start in of_batch]
-    assert read == list(range(0, n_tokens - 4, 4))[:last]
+    assert [i for of_batch in starts for i in of_batch] == list(range(0, n_tokens - 4, 4))[:last]
     assert all(torch.equal(y, x + 1) for x, y in batches)
     assert all(len(x) == batch_size for x, _ in batches[:-1])
     for rank in range(world_size):
@@ -287,10 +287,7 @@ def test_ids_end_to_end(load, tmp_path):
     assert only_train.train[:].tolist() == list(range(900))
     assert only_train.val[:].tolist() == list(range(900, 1000))
     for i in range(3):  # the tail of several shards is held out
-        header = np.zeros(256, dtype="<i4")
-        header[:3] = 20240520, 1, 40
-        ids = np.arange(i * 40, i * 40 + 40, dtype="<u2")
-        (tmp_path / f"x_train_{i}.bin").write_bytes(header.tobytes() + ids.tobytes())
+        write_shard(tmp_path / f"x_train_{i}.bin", range(i * 40, i * 40 + 40))
     loaded = load("x_train_*.bin", val_fraction=0.5)
     assert loaded.train[0:60].tolist() == list(range(60))
     assert loaded.val[0:60].tolist() == list(range(60, 120))
@@ -305,14 +302,9 @@ def test_ids_end_to_end(load, tmp_path):
 
 def test_ids_outside_the_vocabulary(load, tmp_path):
     """A changed file or memo is checked again."""
-    for part, train, val in (
-        ("training", [1, 50257], [1]),
-        ("validation", [1, 2], [1, 50257]),
-    ):
-        write_bins(tmp_path / "bad", train, val)
-        words = (
-            rf"token ids below 50257, .* tokenizer gpt2, got id=50257 in the {part} files of bad"
-        )
+    for part, *ids in (("training", [1, 50257], [1]), ("validation", [1, 2], [1, 50257])):
+        write_bins(tmp_path / "bad", *ids)
+        words = rf"ids below 50257, .* tokenizer gpt2, got id=50257 in the {part} files of bad"
         for _ in range(2):  # the second time from the memo, or from a damaged one
             with pytest.raises(ValueError, match=words):
                 load("bad")
@@ -328,10 +320,8 @@ def test_tokenizers_that_do_not_fit(load, tmp_path):
     IdTokenizer(65537).save(tmp_path / "wide")
     wide = str(tmp_path / "wide")
     for name, tokenizer, words in (
-        *(
-            ("owt", n, rf"that wrote owt, got tokenizer={n}, which learns")
-            for n in ("bpe", "chars")
-        ),
+        ("owt", "bpe", "that wrote owt, got tokenizer=bpe, which learns"),
+        ("owt", "chars", "that wrote owt, got tokenizer=chars, which learns"),
         ("owt", "words", "got tokenizer=words; choose one of these"),
         ("bible", "ids", "expected bytes, chars, .* got tokenizer=ids"),
         ("owt", wide, "at most 65536 tokens for 16-bit ids, got .* with 65537"),

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import threading
 import time
 from types import SimpleNamespace
@@ -68,7 +69,7 @@ def flipping():
 
 
 def raising(error, above=0):
-    """Where there are more rows."""
+    """Raises where there are more rows."""
 
     def fault(y):
         if len(y) > above:
@@ -194,9 +195,7 @@ def test_no_memory_says_nothing_about_a_kernel_and_is_not_kept(quick, monkeypatc
 
 def test_a_timed_call_is_never_larger_than_memory_allows(monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        trial, "proof_cases", lambda op, size, device, rows: asked.append(rows) or []
-    )
+    monkeypatch.setattr(trial, "proof_cases", lambda *about: asked.append(about[-1]) or [])
     trial.prove(Case("cuda", "cross_entropy", torch.bfloat16, 50304), rows=1 << 15)
     assert asked == [trial.MOST_ELEMENTS["cuda"] // 50304]
 
@@ -293,11 +292,10 @@ def test_an_interrupted_trial_leaves_nothing_behind(monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(doctor, "prove", interrupted)
     for _ in range(3):
-        monkeypatch.setattr(doctor, "prove", interrupted)
         with pytest.raises(KeyboardInterrupt):
             doctor.Prover().proof_of(GELU)
-    monkeypatch.setattr(doctor, "_prover", doctor.Prover())
     monkeypatch.setattr(doctor, "prove", lambda *args: Proof(OWN))
     assert doctor.Prover().proof_of(GELU) == Proof(OWN)
 
@@ -497,44 +495,33 @@ class First(torch.autograd.Function):
         return grad * ctx.saved_tensors[0]
 
 
-def in_a_default_device(x):
-    with torch.device("meta"):
-        return First.apply(x)
+def within(context):
+    def call(x):
+        with context:
+            return First.apply(x)
+
+    return call
 
 
-def in_autocast(x):
-    with torch.autocast("cpu", torch.bfloat16):
-        return First.apply(x)
+AROUND = {
+    "nothing": First.apply,
+    "checkpoint": lambda x: checkpoint(First.apply, x, use_reentrant=False),
+    "default device": within(torch.device("meta")),
+    "autocast": within(torch.autocast("cpu", torch.bfloat16)),
+    "inference": within(torch.inference_mode()),
+}
 
 
-def in_inference(x):
-    with torch.inference_mode():
-        return First.apply(x)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        First.apply,
-        lambda x: checkpoint(First.apply, x, use_reentrant=False),
-        in_a_default_device,
-        in_autocast,
-        in_inference,
-    ],
-    ids=["forward", "checkpoint", "default device", "autocast", "inference"],
-)
-def test_what_surrounds_the_first_call_does_not_reach_the_trial(quick, call):
-    y = call(torch.randn(4, 96, requires_grad=True))
+@pytest.mark.parametrize("around", AROUND)
+def test_what_surrounds_the_first_call_does_not_reach_the_trial(quick, around):
+    """And it draws no number of the run."""
+    x, before = torch.ones(4, 96, requires_grad=True), torch.get_rng_state()
+    y = AROUND[around](x)
     assert First.proof.wrong == ""
     assert min(First.proof.own_ms) > 0  # backward was proven too
+    assert torch.equal(torch.get_rng_state(), before)
     if y.requires_grad:
         y.sum().backward()
-
-
-def test_a_trial_draws_no_number_of_the_run(quick):
-    before = torch.get_rng_state()
-    assert doctor.prove_first_use(GELU, torch.ones(4, 96)).own_ms[1] > 0
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_an_oracle_without_a_deterministic_form_is_no_error_of_the_kernel(quick, monkeypatch):
@@ -660,23 +647,17 @@ def test_a_damaged_file_is_reported_ignored_and_replaced(no_proofs, tmp_path):
     path, text = table.path, table.path.read_text()
     sound = json.loads(text)
     (row,) = sound["proofs"]
-    damaged = [
-        "", "[]", "{", text.replace('"own"', '"mine"'), text.replace("float32", "Tensor"),
-        text.replace("0.0", "-1.0", 1), text.replace("0.0", "NaN", 1),
-        text.replace('"version": 3', '"version": 2'),
-        text.replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'),
-    ]  # fmt: skip
-    wrong = (
-        {"tried": {"x": 1e999}}, {"tried": {"x": -1}}, {"proofs": [row | {"size": 1e999}]},
-        {"proofs": [row | {"own_ms": [1e300 * 1e10, 0]}]}, {"proofs": [row | {"wrong": 7}]},
-        {"proofs": [row | {"wrong": "\x1b[2J"}]}, {"proofs": [row | {"wrong": "x" * 5000}]},
-        {"proofs": [row | {"serves": ["own"]}]}, {"proofs": [row | {"serves": ["own", "other"]}]},
-        {"proofs": [row | {"peers": [{"name": "cpu"}]}]},
-        {"proofs": [row | {"peers": [{"name": "cpu", "wrong": "", "ms": [-1, 0]}]}]},
-        {"proofs": [row | {"op": ["bias_gelu"]}]}, {"proofs": [row | {"size": "96"}]},
-        {"proofs": [row] * 100_000},
+    rows = (
+        {"chosen": "mine"}, {"dtype": "Tensor"}, {"op": ["bias_gelu"]}, {"size": "96"},
+        {"size": 1e999}, {"own_ms": [-1.0, 0]}, {"own_ms": [math.nan, 0]}, {"own_ms": [1e999, 0]},
+        {"wrong": 7}, {"wrong": "\x1b[2J"}, {"wrong": "x" * 5000}, {"serves": ["own"]},
+        {"serves": ["own", "other"]}, {"peers": [{"name": "cpu"}]},
+        {"peers": [{"name": "cpu", "wrong": "", "ms": [-1, 0]}]},
     )  # fmt: skip
-    for content in (*damaged, *(json.dumps(sound | part) for part in wrong)):
+    wrong = [{"tried": {"x": 1e999}}, {"tried": {"x": -1}}, {"version": 2}]
+    wrong += [{"about": sound["about"] | {"torch": "1.0"}}, {"proofs": [row] * 100_000}]
+    wrong += [{"proofs": [row | part]} for part in rows]
+    for content in ("", "[]", "{", *(json.dumps(sound | part) for part in wrong)):
         assert content != text
         path.write_text(content)
         with pytest.warns(UserWarning, match=f"ignored {path.name} in "):

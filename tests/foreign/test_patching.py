@@ -113,7 +113,7 @@ def counts_of(report):
     return {kind: len(names) for kind, names in report.replaced.items()}
 
 
-def test_report_of_gpt2():
+def test_reports():
     model = gpt2()
     with torch.device("meta"):  # torch's default device changes nothing
         report = fastpar.patch(model)
@@ -126,18 +126,12 @@ def test_report_of_gpt2():
     assert left == {"GPT2LMHeadModel": ["model"], "Dropout": ["transformer.drop"],
                     "Linear": ["lm_head"]}  # fmt: skip
     assert "fallback calls so far: none" in str(report)
-    assert str(report).isascii()
-
-
-def test_report_of_nanogpt_and_of_others():
-    assert counts_of(fastpar.patch(NanoGPT())) == {
+    report = fastpar.patch(NanoGPT())
+    assert counts_of(report) == {
         "Embedding": 2, "Layer": 2, "SelfAttention": 2, "FeedForward": 2, "GELU": 2, "Norm": 5,
     }  # fmt: skip
-    assert str(fastpar.patch(nn.Linear(3, 3))) == (
-        "fastpar.patch(Linear): 0 modules replaced\n"
-        "left unchanged:\n"
-        "     1 Linear (model): torch's, fastpar has no faster one"
-    )
+    line = "attention, MLPs and blocks are replaced in models of GPT-2's shape only"
+    assert line not in str(report)
     transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev]'")
     config = transformers.LlamaConfig(
         num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=2,
@@ -145,9 +139,7 @@ def test_report_of_nanogpt_and_of_others():
     )  # fmt: skip
     report = fastpar.patch(transformers.LlamaForCausalLM(config))
     assert report.replaced.keys() <= {"Embedding", "LayerNorm"}
-    line = "attention, MLPs and blocks are replaced in models of GPT-2's shape only"
     assert line in str(report)
-    assert line not in str(fastpar.patch(NanoGPT()))
 
 
 def test_any_other_model():
@@ -194,14 +186,11 @@ def test_own_modules_are_not_taken_for_swapped_ones():
     assert_same_logits(ours, theirs)
 
 
-def test_weights_that_are_tied_or_shared_stay_so():
-    model = NanoGPT()
-    shared = nn.LayerNorm(24)
+def test_a_part_that_is_shared_stays_so():
+    model, shared = NanoGPT(), nn.LayerNorm(24)
     model.first, model.second = shared, shared
-    report = fastpar.patch(model)
+    assert fastpar.patch(model).replaced["LayerNorm"] == ["first"]
     assert model.first is model.second
-    assert report.replaced["LayerNorm"] == ["first"]
-    assert model.lm_head.weight is model.transformer.wte.weight
 
 
 # What is left
@@ -398,9 +387,6 @@ def test_a_split_model_is_refused():
         fastpar.parallelize(model, fastpar.Mesh(tp=3))
         fastpar.patch(model)
 
-    message = (
-        r"patch: expected a model before parallelize\(\), got 'transformer\.wte' split over tp "
-        r"ranks; call fastpar\.patch\(model\) first"
-    )
+    message = r"patch: expected a model before parallelize\(\), got 'transformer\.wte' split "
     with pytest.raises(ValueError, match=message):
         run_ranks(run, 3)

@@ -25,7 +25,6 @@ from fastpar.settings.rules import (
 )
 
 NAN, INF = float("nan"), float("inf")
-GRAPHS = {"cuda_graphs": True, "device": "cuda"}
 FP8 = {"fp8": "all", "fp8_emulate": True, "n_head": 2, "n_embd": 16}
 DELAYED = {**FP8, "fp8_scaling": "tensor"}
 STAGES = {"pp": 2, "n_layer": 3}
@@ -61,22 +60,11 @@ REFUSED = [
     # Of PAIRS and NEEDS, which are walked below, some as they are spelled.
     ({**GRID, "tp": 2}, f"--tp-grid{APART}--tp: the grid already splits each layer; drop one of t"),
     ({**GRID, "sequence_parallel": False}, f"--tp-grid{APART}--no-sequence-parallel; drop one"),
-    ({**GRID, "moment_dtype": "int8"}, f"--moment-dtype int8{APART}--tp-grid: blocks"),
     ({"optimizer": "adafactor", "zero_stage": 1}, f"--optimizer adafactor{APART}--zero: it averag"),
-    ({**STAGES, "compile": True}, f"--compile{APART}--pp; drop one of them"),
-    ({**FP8, "pp": 2, "schedule": "zb-h1"}, f"--fp8{APART}--schedule zb-h1; drop"),
-    ({"master_weights": "remainder", "dtype": "fp16"}, f"remainder{APART}--dtype fp16"),
     ({**WIRE, "deterministic": True}, f"--deterministic{APART}--wire-gradients: compression depen"),
-    ({**GRAPHS, "zero_stage": 3}, f"--cuda-graphs{APART}--zero 3: gradients or weights are"),
     ({"offload": "parameters", "zero_stage": 2}, "--offload parameters needs --zero 3: only"),
-    ({"offload_activations": True}, "--offload-activations needs --activation-checkpointing full"),
     ({"offload_pinned": False}, "--no-offload-pinned needs --offload; add --offload, or drop"),
     ({"shard_size": 2}, "--shard-size needs --zero 1, 2 or 3; add --zero 1, or drop --shard-siz"),
-    ({**FP8, "fp8_weight_gradient": "fp8"}, "gradient fp8 needs --fp8-scaling tensor: all ranks"),
-    ({**DELAYED, "wire_weights": "fp8", "zero_stage": 2}, "--wire-weights fp8 needs --zero 3; add"),
-    ({**FP8, "wire_weights": "fp8", "zero_stage": 3}, "needs --fp8 with --fp8-scaling tensor"),
-    ({**WIRE, "zero_stage": 2, "error_feedback": True}, "-feedback needs --error-buffer: ZeRO"),
-    ({"node_size": 2}, "--node-size needs --wire-gradients; add --wire-gradients, or drop --node"),
     ({"replicas": 2}, "--replicas needs --outer-every; add --outer-every 50 to sync"),
     ({"grad_dtype": "bf16", "dtype": "fp32"}, "grad_dtype to be fp32 or the format of the weights"),
     ({"reduce_dtype": "fp16", "dtype": "bf16"}, "of the weights, bf16, got reduce_dtype=fp16; dr"),
