@@ -59,12 +59,6 @@ def test_the_device_of_a_rank(environment, monkeypatch):
 
 # Refusals
 
-TP_OF_4 = (
-    "Mesh: expected tp to divide the number of ranks, got tp=3 with world_size=4; start a mult"
-)
-DP_X_TP = (
-    "expected dp \\* tp equal to the number of ranks, got dp=4, tp=2 with world_size=4; start 8 "
-)
 GRID_WORDS = r"tp_grid of two or three positive integers .* pass \(2, 2\), for"
 REFUSED = [  # settings, ranks, words
     *(({"dp": x}, 1, f"expected dp to be a positive integer.*got dp={x}") for x in (0, True, 2.0)),
@@ -73,8 +67,8 @@ REFUSED = [  # settings, ranks, words
         for x in (-2, True, None)
     ),
     ({"timeout_s": 0}, 1, r"expected timeout_s > 0, got timeout_s=0"),
-    ({"tp": 3}, 4, TP_OF_4),
-    ({"dp": 4, "tp": 2}, 4, DP_X_TP),
+    ({"tp": 3}, 4, r"Mesh: expected tp to divide .* got tp=3 with world_size=4; start a mult"),
+    ({"dp": 4, "tp": 2}, 4, r"dp \* tp equal .* got dp=4, tp=2 with world_size=4; start 8 "),
     ({"dp": 1, "tp": 2}, 4, r"got dp=1, tp=2 with world_size=4; start 2 ranks"),
     ({"dp": 2, "tp": 1}, 4, r"expected dp equal to the number of ranks, got dp=2"),
     ({"dp": 3}, 2, r"equal to the number of ranks, got dp=3 with world_size=2; start 3 ranks"),
@@ -275,53 +269,43 @@ def test_groups_along_any_axes(counts, axes):
     assert sorted(ranks_along(sizes, axes)) == sorted(expected.values())
 
 
-def coordinates():
-    mesh = Mesh(pp=2, tp=2).with_replicas(2)
-    for axes in itertools.combinations(AXES, 2):
-        assert mesh.size(*axes) == dist.get_world_size(mesh.group(*axes))
-        assert mesh.rank_in(*axes) == dist.get_rank(mesh.group(*axes))
-    assert mesh.rank_in(*AXES) == mesh.rank
-    assert mesh.group(*AXES) is dist.group.WORLD
-    assert mesh.group("pp", "tp") is mesh.group("tp", "pp", "cp")
-    assert mesh.new_group("tp") is not mesh.group("tp")
-    assert mesh.device_mesh.mesh_dim_names == ("pp", "replicas", "tp")
-    return [mesh.rank_in(axis) for axis in ("pp", "replicas", "tp")]
-
-
 def test_every_rank_has_its_place_on_every_axis():
-    assert run_ranks(coordinates, 8) == [list(x) for x in itertools.product(range(2), repeat=3)]
+    def rank():
+        mesh = Mesh(pp=2, tp=2).with_replicas(2)
+        for axes in itertools.combinations(AXES, 2):
+            assert mesh.size(*axes) == dist.get_world_size(mesh.group(*axes))
+            assert mesh.rank_in(*axes) == dist.get_rank(mesh.group(*axes))
+        assert mesh.rank_in(*AXES) == mesh.rank
+        assert mesh.group(*AXES) is dist.group.WORLD
+        assert mesh.group("pp", "tp") is mesh.group("tp", "pp", "cp")
+        assert mesh.new_group("tp") is not mesh.group("tp")
+        assert mesh.device_mesh.mesh_dim_names == ("pp", "replicas", "tp")
+        return [mesh.rank_in(axis) for axis in ("pp", "replicas", "tp")]
+
+    assert run_ranks(rank, 8) == [list(x) for x in itertools.product(range(2), repeat=3)]
 
 
 @sweep(
-    ["settings", "ranks", "expected"],  # (size, rank) along dp, along tp; some coordinates
+    ["settings", "ranks", "sizes"],  # sizes of the places, the outermost first
     [
-        ({"tp": 4}, 4, lambda r: ((1, 0), (4, r), {"dp": 0, "tp": r})),
-        # Ranks of ep are among those of dp.
-        (
-            {"dp": 4, "ep": 2, "tp": 2},
-            8,
-            lambda r: ((4, r // 2), (2, r % 2), {"dp": r // 4, "ep": r // 2 % 2, "tp": r % 2}),
-        ),
+        ({"tp": 4}, 4, {"dp": 1, "tp": 4}),
+        ({"dp": 4, "ep": 2, "tp": 2}, 8, {"dp": 2, "ep": 2, "tp": 2}),  # ep's are among dp's
         # A grid is rows of tp; depth reads one batch.
-        (
-            {"tp_grid": (2, 2, 2), "dp": 2},
-            16,
-            lambda r: (
-                (2, r // 8),
-                (4, r % 4),
-                {"dp": r // 8, "depth": r // 4 % 2, "rows": r // 2 % 2, "tp": r % 2},
-            ),
-        ),
+        ({"tp_grid": (2, 2, 2), "dp": 2}, 16, {"dp": 2, "depth": 2, "rows": 2, "tp": 2}),
     ],
 )
-def test_places_of_ranks(settings, ranks, expected):
+def test_places_of_ranks(settings, ranks, sizes):
     def rank():
         mesh = Mesh(**settings)
         assert (mesh.dp_group is None) == (mesh.dp_size == 1)
-        return (mesh.dp_size, mesh.dp_rank), (mesh.tp_size, mesh.tp_rank), dict(mesh.place)
+        assert (mesh.dp_size, mesh.tp_size) == (mesh.size("dp", "ep"), mesh.size("rows", "tp"))
+        assert mesh.dp_rank == mesh.rank_in("dp", "ep")
+        assert mesh.tp_rank == mesh.rank_in("rows", "tp")
+        return dict(mesh.place)
 
-    for r, (dp, tp, place) in enumerate(run_ranks(rank, ranks)):
-        assert (dp, tp, place) == (*expected(r)[:2], {**place, **expected(r)[2]})
+    places = itertools.product(*map(range, sizes.values()))
+    for place, expected in zip(run_ranks(rank, ranks), places, strict=True):
+        assert place == {**place, **dict(zip(sizes, expected))}
 
 
 def test_copies_of_a_sharded_model():

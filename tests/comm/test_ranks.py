@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import slow
+from fault_runs import all_gone, is_alive, wait_for
 
 from fastpar.comm import ranks
 from fastpar.comm.host import memory_mb
@@ -26,13 +27,6 @@ from fastpar.comm.ranks import (
 from fastpar.testing import run_ranks
 
 BACKENDS = ["threads", "gloo"]
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 # run_ranks: threads and forked processes
@@ -138,14 +132,11 @@ def test_a_killed_parent_takes_its_forked_ranks_along(tmp_path):
     )
     try:
         pids = [int(parent.stdout.readline().split()[1]) for _ in range(2)]
-        assert all(map(is_running, pids))
+        assert all(map(is_alive, pids))
     finally:
         parent.kill()
         parent.wait()
-    deadline = time.monotonic() + 20
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, pids))
+    wait_for(20, all_gone, pids)
 
 
 # Ranks: processes that stay
@@ -177,21 +168,21 @@ def test_calls_run_on_all_ranks_and_processes_stay(fork):
 
 def meet(rank, ways):
     """Each rank ends in its own way."""
-    way = ways[rank.rank]
-    if way == "fails":
-        time.sleep(0.2)  # its peer is heard first
-        raise ValueError("no room in /some/where/deep")
-    if way == "loses":
-        raise RuntimeError("Connection closed by peer")
-    if way == "waits":
-        time.sleep(60)
-    if way == "dies":
-        os.kill(os.getpid(), 9)
-    if way == "leaves":
-        os._exit(7)
-    if way == "says":
-        print("last words", file=sys.stderr, flush=True)
-        os._exit(1)
+    match ways[rank.rank]:
+        case "fails":
+            time.sleep(0.2)  # its peer is heard first
+            raise ValueError("no room in /some/where/deep")
+        case "loses":
+            raise RuntimeError("Connection closed by peer")
+        case "waits":
+            time.sleep(60)
+        case "dies":
+            os.kill(os.getpid(), 9)
+        case "leaves":
+            os._exit(7)
+        case "says":
+            print("last words", file=sys.stderr, flush=True)
+            os._exit(1)
 
 
 NO_ROOM = "ValueError: no room in <path>"

@@ -9,9 +9,10 @@ import signal
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from fault_runs import TRAIN, enter
+from fault_runs import TRAIN, enter, wait_for
 from nodes import Nodes, ended
 
 from bench.systems.links import NoLinkError
@@ -36,12 +37,8 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-a-17@1",
 }  # fmt: skip
 HYDRA = {
-    "PMI_ID": "1",
-    "PMI_RANK": "1",
-    "PMI_SIZE": "2",
-    "MPI_LOCALRANKID": "1",
-    "MPI_LOCALNRANKS": "2",
-}
+    "PMI_ID": "1", "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2",
+}  # fmt: skip
 MASTER = {"MASTER_ADDR": "a", "MASTER_PORT": "1234"}
 
 
@@ -100,22 +97,8 @@ def test_ranks_of_several_machines_need_the_address_of_the_first():
 )
 def test_a_host_whose_name_is_a_loopback_address(monkeypatch, own, routed, there, expected):
     """Debian's 127.0.1.1: the interface of the route to rank 0 is taken, or the one there is."""
-
-    class Socket:
-        def __init__(self, *args):
-            pass
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *args):
-            pass
-
-        def connect(self, address):
-            pass
-
-        def getsockname(self):
-            return routed, 1
+    socket = mock.MagicMock()
+    socket.return_value.__enter__.return_value.getsockname.return_value = routed, 1
 
     def addresses(host, port):
         found = own if host == "me" else [routed]
@@ -125,7 +108,7 @@ def test_a_host_whose_name_is_a_loopback_address(monkeypatch, own, routed, there
 
     monkeypatch.setattr(comm.socket, "gethostname", lambda: "me")
     monkeypatch.setattr(comm.socket, "getaddrinfo", addresses)
-    monkeypatch.setattr(comm.socket, "socket", Socket)
+    monkeypatch.setattr(comm.socket, "socket", socket)
     monkeypatch.setattr(comm, "_addresses", lambda: there)
     if expected is None or "," not in expected:
         assert interface_of_peers("master") == expected
@@ -187,22 +170,16 @@ def elastic(nodes, i, *options, at_least=1):
     return nodes.torchrun(i, *ENDLESS, *options, nodes=f"{at_least}:2", rdzv=rdzv, **{name: "1"})
 
 
-def wait_for_start(ranks, *processes, timeout_s=200):
+def wait_for_start(ranks, *processes):
     """Until a start has so many ranks, and has gone on for 30 steps."""
-    end = time.monotonic() + timeout_s
-    while not (Path("r/config.json").exists() and starts()[-1][0] == ranks):
-        assert time.monotonic() < end, starts()
-        assert all(process.poll() is None for process in processes)
-        time.sleep(0.1)
+    began = lambda: Path("r/config.json").exists() and starts()[-1][0] == ranks  # noqa: E731
+    wait_for(200, began, process=processes[0])
     wait_for_step(starts()[-1][1] + 30, *processes)
 
 
-def wait_for_step(n, *processes, timeout_s=200):
-    end = time.monotonic() + timeout_s
-    while steps() < n:
-        assert time.monotonic() < end, f"step {steps()} of {n}"
-        assert all(process.poll() is None for process in processes)
-        time.sleep(0.1)
+def wait_for_step(n, *processes):
+    wait_for(200, lambda: steps() >= n, process=processes[0])
+    assert all(process.poll() is None for process in processes)
 
 
 @pytest.mark.slow
@@ -292,10 +269,7 @@ def test_replicas_on_nodes(two):
     wait_for_step(50, first, second)
     second.send_signal(signal.SIGKILL)
     second = elastic(nodes, 1, *options, at_least=2)
-    end = time.monotonic() + 150
-    while len(starts()) < 2:
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_for(150, lambda: len(starts()) > 1)
     assert starts()[1][1] >= 20
     wait_for_step(starts()[1][1] + 30, first, second)
     assert Path("r/replica_1/metrics.jsonl").exists()

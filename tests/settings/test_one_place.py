@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow  # a process for each command
+pytestmark = pytest.mark.slow
 LINE = "    secondary_shards: bool = False\n"
 NEW = '''    parity_bits: int = 0
     """Bits of parity that each message carries."""
@@ -33,43 +33,19 @@ SourceFileLoader.get_data, sys.dont_write_bytecode = get_data, True
 """
 
 
-def run(code, *words, cwd):
-    """What a process with the new setting prints."""
-    argv = [sys.executable, "-c", HOOK + code, *map(str, words)]
-    ran = subprocess.run(argv, capture_output=True, text=True, timeout=300, cwd=cwd)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
-
-
-def test_flags_runs_and_records_have_it(tmp_path):
-    (tmp_path / "text.txt").write_text("to be or not to be\n" * 200)
-    sizes = "--model micro --n-layer 1 --n-head 1 --n-embd 16 --block-size 16 --batch-size 2"
-    words = f"{sizes} --data text.txt --tokenizer bytes --device cpu --max-steps 1 --num-samples 0"
-    plan = "--gpu cpu --gpus 1 --model micro --json plan.json"
-    code = f"""
-import contextlib
+CODE = """
+import contextlib, fastpar
 from fastpar.cli import main
-with contextlib.suppress(SystemExit):
-    main(["train", "--help-all"])
-assert main("train {words} --parity-bits 3 --out run".split()) == 0
-assert main("train --resume --out run --max-steps 2".split()) == 0
-assert main("plan {plan}".split()) == 0
-"""
-    said = run(code, cwd=tmp_path)
-    assert "--parity-bits" in said
-    assert "Bits of parity that each message carries" in said
-    content = json.loads((tmp_path / "run/config.json").read_text())
-    assert content["settings"]["parity_bits"] == 3
-    assert [start["parity_bits"] for start in content["starts"]] == [3, 3]
-    layouts = json.loads((tmp_path / "plan.json").read_text())["layouts"]
-    assert {layout["parity_bits"] for layout in layouts} == {0}
-
-
-def test_parallelize_and_the_planner_have_it(tmp_path):
-    code = """
-import fastpar
 from fastpar.engine.engine import engine_of
 from fastpar.predict.plan import PlanCommand, flags, make_plan
+
+with contextlib.suppress(SystemExit):
+    main(["train", "--help-all"])
+words = "--model micro --n-layer 1 --n-head 1 --n-embd 16 --block-size 16 --batch-size 2"
+words += " --data text.txt --tokenizer bytes --device cpu --max-steps 1 --num-samples 0"
+assert main(f"train {words} --parity-bits 3 --out run".split()) == 0
+assert main("train --resume --out run --max-steps 2".split()) == 0
+assert main("plan --gpu cpu --gpus 1 --model micro --json plan.json".split()) == 0
 
 assert fastpar.Parallel.of(parity_bits=3).wires == fastpar.Wires(parity_bits=3)
 model = fastpar.GPT(fastpar.GPTConfig(1, 1, 16, 16, 64))
@@ -80,4 +56,17 @@ setup = plan.estimates[0].setup.change(parity_bits=3)
 assert setup.parity_bits == 3
 print(*flags(plan, setup))
 """
-    assert " --parity-bits 3" in run(code, cwd=tmp_path)
+
+
+def test_flags_runs_records_parallelize_and_the_planner_have_it(tmp_path):
+    (tmp_path / "text.txt").write_text("to be or not to be\n" * 200)
+    command = [sys.executable, "-c", HOOK + CODE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert " --parity-bits 3" in done.stdout
+    assert "Bits of parity that each message carries" in done.stdout
+    content = json.loads((tmp_path / "run/config.json").read_text())
+    assert content["settings"]["parity_bits"] == 3
+    assert [start["parity_bits"] for start in content["starts"]] == [3, 3]
+    layouts = json.loads((tmp_path / "plan.json").read_text())["layouts"]
+    assert {layout["parity_bits"] for layout in layouts} == {0}

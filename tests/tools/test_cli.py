@@ -4,7 +4,6 @@ import io
 import json
 import os
 import pickle
-import random
 import re
 import shutil
 import signal
@@ -12,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fault_runs
 import nanogpt_cells
 import pytest
 import torch
@@ -28,12 +28,7 @@ from fastpar.models.hf import save_hf
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.model import GPTConfig
 
-TINY = {
-    "data": "text.txt", "tokenizer": "bytes", "model": "micro", "n-layer": 1, "n-embd": 16,
-    "n-head": 2, "block-size": 16, "batch-size": 4, "max-steps": 2, "eval-batches": 1,
-    "num-samples": 1, "max-new-tokens": 3, "threads": 1, "device": "cpu",
-}  # fmt: skip
-TRAIN = "train " + " ".join(f"--{name} {value}" for name, value in TINY.items())
+TRAIN = " ".join([*fault_runs.TRAIN, "--max-steps=2", "--eval-batches=1", "--threads=1"])
 
 
 def fastpar(command):
@@ -42,11 +37,7 @@ def fastpar(command):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    rng = random.Random(0)
-    Path("text.txt").write_text(" ".join(rng.choices(("god", "lord", "unto", "sea"), k=2000)))
-    return tmp_path
+    fault_runs.enter(tmp_path, monkeypatch)
 
 
 def test_help_fits_a_reader(capsys, monkeypatch):
