@@ -15,15 +15,6 @@ from fault_runs import all_gone, is_alive, wait_for
 
 from fastpar.comm import ranks
 from fastpar.comm.host import memory_mb
-from fastpar.comm.ranks import (
-    RankFailed,
-    Ranks,
-    available_cores,
-    is_rank,
-    launched_here,
-    lost_peer,
-    threads_per_rank,
-)
 from fastpar.testing import run_ranks
 
 BACKENDS = ["threads", "gloo"]
@@ -155,7 +146,7 @@ def rank_and_sum(rank, x):
 @pytest.mark.parametrize("fork", [False, True])
 def test_calls_run_on_all_ranks_and_processes_stay(fork):
     before, said = dict(os.environ), []
-    with Ranks(2, threads=1, device="cpu", fork=fork) as pool:
+    with ranks.Ranks(2, threads=1, device="cpu", fork=fork) as pool:
         processes = [one.process for one in pool._ranks]
         found = pool.call(rank_and_sum, 10, on_value=said.append)
         assert found == [(0, 21, 0, 1, (1, "1")), (1, 21, 0, 1, (1, "1"))]
@@ -202,21 +193,21 @@ def test_the_rank_that_failed_is_named_and_nobody_is_left(
     ways, rank, reason, fork, monkeypatch, capfd
 ):
     monkeypatch.setattr(ranks, "GRACE_S", 0.5)
-    pool = Ranks(len(ways), quiet=True, fork=fork)
+    pool = ranks.Ranks(len(ways), quiet=True, fork=fork)
     processes, began = [one.process for one in pool._ranks], time.monotonic()
-    with pytest.raises(RankFailed, match=f"^rank {rank}: ") as caught:
+    with pytest.raises(ranks.RankFailed, match=f"^rank {rank}: ") as caught:
         pool.call(meet, ways)
     assert time.monotonic() - began < 30
     assert (caught.value.rank, caught.value.reason) == (rank, reason)
     assert all(process.wait(0) is not None for process in processes)
     assert capfd.readouterr() == ("", "")
-    with pytest.raises(RankFailed, match="the rank processes have ended"):
+    with pytest.raises(ranks.RankFailed, match="the rank processes have ended"):
         pool.call(meet, ways)
 
 
 def test_a_silent_rank_is_stopped():
-    words = pytest.raises(RankFailed, match=r"rank 0: gave no answer for 0\.2 s")
-    with Ranks(1, fork=True) as pool, words:
+    words = pytest.raises(ranks.RankFailed, match=r"rank 0: gave no answer for 0\.2 s")
+    with ranks.Ranks(1, fork=True) as pool, words:
         pool.call(meet, ("waits",), timeout_s=0.2)
 
 
@@ -225,7 +216,7 @@ def test_no_rank_outlives_an_interrupt():
     def interrupt(said):
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), Ranks(2, device="cpu") as pool:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), ranks.Ranks(2, device="cpu") as pool:  # noqa: PT012
         processes = [one.process for one in pool._ranks]
         pool.call(rank_and_sum, 10, on_value=interrupt)
     assert [process.wait(0) for process in processes] == [-9, -9]
@@ -237,15 +228,15 @@ def test_no_rank_outlives_an_interrupt():
 def test_who_is_a_rank_and_who_has_lost_one(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "FASTPAR_LAUNCHER"):
         monkeypatch.delenv(name, raising=False)
-    assert (is_rank(), launched_here()) == (False, False)
+    assert (ranks.is_rank(), ranks.launched_here()) == (False, False)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert (is_rank(), launched_here()) == (True, False)
+    assert (ranks.is_rank(), ranks.launched_here()) == (True, False)
     gloo = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"
-    assert lost_peer(RuntimeError(f"Engine: rank 0 failed while ... ({gloo})"))
+    assert ranks.lost_peer(RuntimeError(f"Engine: rank 0 failed while ... ({gloo})"))
     shm = "all_reduce: expected every rank to live, got the end of rank 1; restart the run"
-    assert lost_peer(RuntimeError(shm))
-    assert not lost_peer(RuntimeError("out of memory"))
+    assert ranks.lost_peer(RuntimeError(shm))
+    assert not ranks.lost_peer(RuntimeError("out of memory"))
     source = (Path(__file__).parents[2] / "csrc/shm_cpu.cpp").read_text()
     assert len([text for text in ranks._LOST_PEER_TEXTS if text in source]) == 4
     assert ranks.without_paths("no /a/b.py\n  here, a/b stays") == "no <path> here, a/b stays"
@@ -266,7 +257,7 @@ def test_cores_and_memory():
     ((grown, above),) = run_ranks(grows, 1, backend="gloo", init=False)
     assert 50 < grown < 80
     assert above >= -1
-    assert 1 <= available_cores() <= os.cpu_count()
-    assert threads_per_rank(3, 100) == 3
-    assert threads_per_rank(None, 1) == available_cores()
-    assert threads_per_rank(None, 10_000) == 1
+    assert 1 <= ranks.available_cores() <= os.cpu_count()
+    assert ranks.threads_per_rank(3, 100) == 3
+    assert ranks.threads_per_rank(None, 1) == ranks.available_cores()
+    assert ranks.threads_per_rank(None, 10_000) == 1

@@ -14,17 +14,6 @@ import pytest
 import torch.distributed as dist
 
 from fastpar.comm import watchdog
-from fastpar.comm.watchdog import (
-    HUNG,
-    Watchdog,
-    _kill,
-    _process,
-    _unfinished,
-    activity,
-    in_step,
-    on_stream,
-    waiting,
-)
 
 TIMEOUT_S = 1.2
 
@@ -42,7 +31,9 @@ class Ranks:
             def end(message, status, slow):
                 self.said[rank] = (message, status, slow)
 
-            dog = Watchdog(rank, self.world_size, timeout_s=TIMEOUT_S, store=self.store, end=end)
+            dog = watchdog.Watchdog(
+                rank, self.world_size, timeout_s=TIMEOUT_S, store=self.store, end=end
+            )
             self.dogs[rank] = dog
             with dog:
                 body(self, *args)
@@ -76,9 +67,9 @@ def ranks():
 
 def a_long_computation(ranks, step, op=None, place=None):
     """Or, with an op, a wait in it."""
-    in_step(step)
-    activity().place = place
-    with waiting(op) if op else contextlib.nullcontext():
+    watchdog.in_step(step)
+    watchdog.activity().place = place
+    with watchdog.waiting(op) if op else contextlib.nullcontext():
         ranks.released.wait()
 
 
@@ -148,14 +139,14 @@ def test_who_is_waited_for_is_named(ranks, scene, monkeypatch):
     assert time.monotonic() - began < TIMEOUT_S + 5
     for rank, pattern in words.items():
         message, status, slow = some.said[rank]
-        assert status == HUNG
+        assert status == watchdog.HUNG
         first, *stack = message.splitlines()
         assert first.startswith("watchdog: a collective did not end within timeout=1.2s: rank ")
         assert re.search(pattern, message, re.DOTALL), message
         if scene == "not waiting":
             assert stack[0] == "  last stack of rank 1, innermost last:"
             assert any(row.endswith(" a_long_computation") for row in stack)
-            assert slow == _process(os.getpid())
+            assert slow == watchdog._process(os.getpid())
             assert 1 not in some.said
 
 
@@ -175,8 +166,8 @@ def test_nobody_is_named_as_long_as_nobody_waits_too_long(ranks):
 
     def works(ranks):
         for step in range(6):
-            in_step(step)
-            with waiting("all_reduce"):
+            watchdog.in_step(step)
+            with watchdog.waiting("all_reduce"):
                 time.sleep(0.6 * TIMEOUT_S)
             if ranks.released.is_set():
                 return
@@ -217,18 +208,18 @@ def test_a_device_that_is_in_a_collective():
         return (None, name, *(SimpleNamespace(query=lambda x=x: x) for x in (start, end)))
 
     past, now, later = entry("a", True, True), entry("b", True, False), entry("c", False, False)
-    assert _unfinished([past, now, later]) is now
-    assert _unfinished([past, later]) is None  # the device computes what comes before it
-    on_stream("stream", "all_reduce", *now[2:])  # nobody watches: nothing is kept
+    assert watchdog._unfinished([past, now, later]) is now
+    assert watchdog._unfinished([past, later]) is None  # the device computes what comes before it
+    watchdog.on_stream("stream", "all_reduce", *now[2:])  # nobody watches: nothing is kept
     assert watchdog._streams is None
-    dog = Watchdog(0, 2, timeout_s=100.0, store=dist.HashStore())
+    dog = watchdog.Watchdog(0, 2, timeout_s=100.0, store=dist.HashStore())
     with dog:
-        activity().place = ("waiting for bucket", 4)
-        on_stream("stream", "all_reduce", *past[2:])
+        watchdog.activity().place = ("waiting for bucket", 4)
+        watchdog.on_stream("stream", "all_reduce", *past[2:])
         assert dog._now() is None
-        on_stream("stream", "all_gather", *now[2:])
-        activity().place = None
-        on_stream("stream", "all_reduce", *later[2:])
+        watchdog.on_stream("stream", "all_gather", *now[2:])
+        watchdog.activity().place = None
+        watchdog.on_stream("stream", "all_reduce", *later[2:])
         key, place, op = dog._now()
         assert (place, op) == (("waiting for bucket", 4), "all_gather")
         assert dog._now()[0] == key
@@ -237,9 +228,9 @@ def test_a_device_that_is_in_a_collective():
 def test_the_end_of_a_rank_leaves_its_message_and_kills_the_slow_one(tmp_path):
     """And no other process that has got its number meanwhile."""
     stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-    known = _process(stopped.pid)
-    _kill([*known[:3], "1"])
-    _kill([])
+    known = watchdog._process(stopped.pid)
+    watchdog._kill([*known[:3], "1"])
+    watchdog._kill([])
     time.sleep(0.1)
     assert stopped.poll() is None
     code = f"""
@@ -252,7 +243,7 @@ watchdog._exit("watchdog: words", watchdog.HUNG, {known})
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
-    assert done.returncode == HUNG
+    assert done.returncode == watchdog.HUNG
     assert done.stderr.startswith("\nwatchdog: words\n")
     assert json.loads(note.read_text())["message"]["message"] == "RuntimeError: watchdog: words"
     assert stopped.wait(10) == -9
@@ -260,8 +251,8 @@ watchdog._exit("watchdog: words", watchdog.HUNG, {known})
 
 def test_one_rank_has_nobody_to_wait_for():
     before = threading.active_count()
-    with Watchdog(0, 1, timeout_s=0.2):
+    with watchdog.Watchdog(0, 1, timeout_s=0.2):
         assert threading.active_count() == before
     for timeout_s in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=r"Watchdog: expected timeout_s > 0, got timeout_s="):
-            Watchdog(0, 2, timeout_s=timeout_s)
+            watchdog.Watchdog(0, 2, timeout_s=timeout_s)

@@ -19,21 +19,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastpar.data import sources
-from fastpar.data.sources import (
-    Shards,
-    TextSource,
-    TokenSource,
-    cache_folder,
-    open_source,
-    pieces,
-    tokenized,
-)
 from fastpar.data.tokenizer import CharTokenizer, IdTokenizer, make_tokenizer
 
 
 def text_source(source):
-    opened = open_source(str(source))
-    assert isinstance(opened, TextSource)
+    opened = sources.open_source(str(source))
+    assert isinstance(opened, sources.TextSource)
     return opened
 
 
@@ -45,14 +36,14 @@ def texts_of(source):
 
 
 def tokens_of(source, **options):
-    opened = open_source(str(source), **options)
-    assert isinstance(opened, TokenSource)
+    opened = sources.open_source(str(source), **options)
+    assert isinstance(opened, sources.TokenSource)
     return opened
 
 
 def refused(source, words, kind=ValueError, **options):
     with pytest.raises(kind, match=words):
-        open_source(str(source), **options)
+        sources.open_source(str(source), **options)
 
 
 def write_shard(file, ids, *, magic=20240520, version=1, count=None):
@@ -177,7 +168,7 @@ _spaced = st.lists(
 @example(text="ab\n\ncd  ef \n gh", size=1)
 @settings(max_examples=40, deadline=None)
 def test_pieces_tokenize_as_the_whole(gpt2, text, size):
-    parts = list(pieces(text.encode(), size))
+    parts = list(sources.pieces(text.encode(), size))
     whole = text.replace("\r\n", "\n")
     assert "".join(parts) == whole
     assert "" not in parts
@@ -185,14 +176,14 @@ def test_pieces_tokenize_as_the_whole(gpt2, text, size):
 
 
 def test_pieces_keep_to_their_size_in_ordinary_text():
-    parts = list(pieces(b"In the beginning\n" * 1000, 100))
+    parts = list(sources.pieces(b"In the beginning\n" * 1000, 100))
     assert max(map(len, parts)) <= 120
-    assert len(list(pieces(b"x" * 1000, 100))) == 1  # no safe place: one piece,
-    parts = list(pieces(b"x" * 4000 + b"\r\n" * 2000, 100))  # but none of any length
+    assert len(list(sources.pieces(b"x" * 1000, 100))) == 1  # no safe place: one piece,
+    parts = list(sources.pieces(b"x" * 4000 + b"\r\n" * 2000, 100))  # but none of any length
     assert max(map(len, parts)) <= 1700
     assert "".join(parts) == "x" * 4000 + "\n" * 2000
     with pytest.raises(UnicodeDecodeError):
-        list(pieces(b"caf\xc3"))  # a file that was cut after it was opened
+        list(sources.pieces(b"caf\xc3"))  # a file that was cut after it was opened
 
 
 def jsonl(file, texts, field="text", more=""):
@@ -219,7 +210,9 @@ def test_records_are_read_by_their_field(tmp_path):
     assert [*opened.documents()][-1] == b"three"
     assert [*opened.val_documents()] == [b"held"]
     assert "test-1.jsonl" in opened.notes[0]
-    opened = open_source(str(jsonl(tmp_path / "c.jsonl", ["x"], "body")), text_column="body")
+    opened = sources.open_source(
+        str(jsonl(tmp_path / "c.jsonl", ["x"], "body")), text_column="body"
+    )
     assert [*opened.documents()] == [b"x"]
     for bad, got in (("{", "JSONDecodeError"), ("[1]", "list"), ('{"text": [1]}', "list"),
                      ("7", "int")):  # fmt: skip
@@ -292,7 +285,7 @@ def test_llmc_shards(tmp_path):
 @settings(deadline=None)
 def test_shards_read_as_one_array(sizes, data):
     whole = np.arange(sum(sizes), dtype=np.uint16)
-    shards = Shards(np.split(whole, np.cumsum(sizes)[:-1]))
+    shards = sources.Shards(np.split(whole, np.cumsum(sizes)[:-1]))
     assert len(shards) == len(whole)
     start = data.draw(st.integers(0, len(whole)))
     stop = data.draw(st.integers(start, len(whole) + 2))
@@ -429,11 +422,11 @@ DOCUMENTS = [f"document {i} says h\u00e9llo {i * 'again '}\n" for i in range(100
 
 def source_of(texts, **options):
     documents = [text.encode() for text in texts]
-    return TextSource("texts", lambda: documents, **options)
+    return sources.TextSource("texts", lambda: documents, **options)
 
 
 def tokens_from(source, tokenizer="bytes", val_fraction=0.05, *, cache, progress=False):
-    return tokenized(source, tokenizer, val_fraction, cache=cache, progress=progress)
+    return sources.tokenized(source, tokenizer, val_fraction, cache=cache, progress=progress)
 
 
 def entries_of(cache):
@@ -522,7 +515,7 @@ def test_who_learns_from_what(tmp_path, monkeypatch):
 def test_large_vocabularies_take_32_bits(tmp_path):
     IdTokenizer(70_000).save(tmp_path / "saved")
     source, cache = source_of(["65539 69999\n"] * 50), tmp_path / "cache"
-    data = tokens_from(source, str(tmp_path / "saved"), cache=cache_folder(cache))
+    data = tokens_from(source, str(tmp_path / "saved"), cache=sources.cache_folder(cache))
     assert data.train.dtype == np.uint32
     assert data.train[:2].tolist() == [65_539, 69_999]
 
@@ -628,7 +621,7 @@ def test_without_locks_the_first_rename_wins(tmp_path, monkeypatch):
 
 def test_who_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     """A killed writer, a broken tokenizer, a full disk."""
-    killed = cache_folder(tmp_path / "killed")
+    killed = sources.cache_folder(tmp_path / "killed")
     tokens_from(source_of(DOCUMENTS), cache=killed)
     (entry,) = entries_of(killed)
     left = entry.with_name(f".tmp-{entry.name.rpartition('-')[2]}-abc")
@@ -642,7 +635,7 @@ def test_who_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     (tmp_path / "saved").mkdir()
     broken.save(str(tmp_path / "saved" / "tokenizer.json"))
     (tmp_path / "saved" / "tokenizer_config.json").write_text("{")
-    cache = cache_folder(tmp_path / "cache")
+    cache = sources.cache_folder(tmp_path / "cache")
     with pytest.raises(ValueError, match="expected an intact tokenizer"):
         tokens_from(source_of(DOCUMENTS), str(tmp_path / "saved"), cache=cache)
     for code, kind, words in (
@@ -662,13 +655,13 @@ def test_who_fails_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_cache_folder(tmp_path, monkeypatch):
     """Without one: tests/files/test_runs.py."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_folder("~/here") == tmp_path / "home" / "here"
+    assert sources.cache_folder("~/here") == tmp_path / "home" / "here"
     (tmp_path / "file").touch()
     for bad in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(
             ValueError, match=r"a writable folder, got cache_dir=.*file.* with .*; set"
         ):
-            cache_folder(bad)
+            sources.cache_folder(bad)
 
 
 def test_progress_goes_to_stderr_or_nowhere(tmp_path, capsys, monkeypatch):
@@ -684,7 +677,7 @@ def test_progress_goes_to_stderr_or_nowhere(tmp_path, capsys, monkeypatch):
 
 def test_a_file_system_that_maps_no_files(tmp_path, monkeypatch):
     """As some of FUSE and 9p: files are read instead."""
-    cache = cache_folder(tmp_path / "cache")
+    cache = sources.cache_folder(tmp_path / "cache")
     first = tokens_from(source_of(DOCUMENTS), cache=cache)
     (tmp_path / "a.txt").write_text("one<|endoftext|>two")
     np.arange(100, dtype="<u2").tofile(tmp_path / "train.bin")
@@ -694,6 +687,6 @@ def test_a_file_system_that_maps_no_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(mmap, "mmap", refused)
     assert same(first, tokens_from(source_of(DOCUMENTS), cache=cache))
-    documents = open_source(str(tmp_path / "a.txt")).documents()
+    documents = sources.open_source(str(tmp_path / "a.txt")).documents()
     assert [bytes(d) for d in documents] == [b"one", b"two"]
-    assert open_source(str(tmp_path / "train.bin")).train.tolist() == list(range(100))
+    assert sources.open_source(str(tmp_path / "train.bin")).train.tolist() == list(range(100))

@@ -3,8 +3,8 @@
 import itertools
 import json
 import math
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -44,7 +44,7 @@ def break_gelu(monkeypatch, fault):
 
 def run_doctor(**options):
     lines = []
-    status = report.doctor(DoctorCommand(device="cpu", **options), lines.append)
+    status = report.doctor(DoctorCommand(**{"device": "cpu", **options}), lines.append)
     return status, "\n".join(lines)
 
 
@@ -112,8 +112,7 @@ def test_a_broken_kernel_is_named_and_does_not_run(case, quick, monkeypatch, cap
 
 def test_a_slow_kernel_is_not_chosen_but_may_be_forced(quick, monkeypatch):
     break_gelu(monkeypatch, lambda y: time.sleep(0.05) or y)
-    status, _ = run_doctor()
-    assert status == 0
+    assert run_doctor()[0] == 0
     assert choice.proofs[GELU][:2] == (STOCK, "")
     x, used = torch.randn(5, 96), []
     monkeypatch.setattr(gelu, "_bias_gelu_cpp", lambda x, bias: used.append(1) or x)
@@ -305,21 +304,18 @@ def test_an_interrupted_trial_leaves_nothing_behind(monkeypatch):
 
 @pytest.fixture
 def real(monkeypatch):
-    """OnGpu counts as a tensor with memory."""
+    """ON_GPU counts as a tensor with memory."""
     monkeypatch.setattr(choice, "is_real", lambda x: True)
 
 
-class OnGpu:
-    """As much of a CUDA tensor as a choice looks at."""
-
-    is_cuda, dtype, shape = True, torch.bfloat16, (4, 768)
-    device = torch.device("cuda", 0)
-
-    def dim(self):
-        return 2
-
-    def numel(self):
-        return 4 * 768
+ON_GPU = SimpleNamespace(  # as much of a CUDA tensor as a choice looks at
+    is_cuda=True,
+    device=torch.device("cuda", 0),
+    dtype=torch.bfloat16,
+    shape=(4, 768),
+    dim=lambda: 2,
+    numel=lambda: 4 * 768,
+)
 
 
 def test_a_gpu_class_is_proven_at_its_first_call_only(monkeypatch, real):
@@ -332,18 +328,18 @@ def test_a_gpu_class_is_proven_at_its_first_call_only(monkeypatch, real):
 
     monkeypatch.setattr(doctor, "prove_first_use", refuse)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not choice.may_run("layer_norm", OnGpu())
+    assert not choice.may_run("layer_norm", ON_GPU)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(doctor, "prove_first_use", first_use)
-    assert [choice.may_run("layer_norm", OnGpu()) for _ in range(3)] == [True] * 3
-    assert [choice.may_run("bias_gelu", OnGpu()) for _ in range(3)] == [False] * 3
+    assert [choice.may_run("layer_norm", ON_GPU) for _ in range(3)] == [True] * 3
+    assert [choice.may_run("bias_gelu", ON_GPU) for _ in range(3)] == [False] * 3
     assert [case.op for case in asked] == ["layer_norm", "bias_gelu"]
     assert choice.may_run("layer_norm", torch.ones(4, 768))  # a CPU's is never proven by itself
     assert choice.case_of("norm_bins", torch.ones(3)).op == "global_norm"  # parts go by their op
     assert choice.case_of("adamw_step_", torch.ones(3)).size == 0
     monkeypatch.setattr(doctor, "prove_first_use", refuse)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert choice.may_run("layer_norm", OnGpu())  # it is known
+    assert choice.may_run("layer_norm", ON_GPU)  # it is known
 
 
 def test_nothing_is_tried_while_torch_compile_traces(monkeypatch):
@@ -351,7 +347,7 @@ def test_nothing_is_tried_while_torch_compile_traces(monkeypatch):
     with FakeTensorMode():
         assert choice.may_run("layer_norm", torch.empty(4, 768, device="cuda"))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert choice.may_run("layer_norm", OnGpu())
+    assert choice.may_run("layer_norm", ON_GPU)
 
 
 def test_a_forced_kernel_that_failed_in_another_process_is_refused(monkeypatch, real):
@@ -361,8 +357,8 @@ def test_a_forced_kernel_that_failed_in_another_process_is_refused(monkeypatch, 
     monkeypatch.setattr(backend, "choice", "triton")
     monkeypatch.setattr(backend, "check_gpu", lambda *args: None)
     with pytest.raises(RuntimeError, match="failed for bias_gelu bfloat16 768: error is 7"):
-        backend.use_triton("bias_gelu", OnGpu())
-    assert backend.use_triton("layer_norm", OnGpu())  # nothing is known of it
+        backend.use_triton("bias_gelu", ON_GPU)
+    assert backend.use_triton("layer_norm", ON_GPU)  # nothing is known of it
 
 
 @pytest.mark.parametrize("name", ["torch", "cpp", "triton"])
@@ -387,10 +383,10 @@ def test_an_old_gpu_is_refused_by_name_before_a_kernel_is_tried(monkeypatch):
     with pytest.raises(RuntimeError, match=message):
         doctor.prove_before_training("cuda", torch.bfloat16, GPTConfig())
     with pytest.raises(RuntimeError, match=message):
-        report.doctor(DoctorCommand(device="cuda"), lambda line: None)
+        run_doctor(device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"expected a GPU with --device cuda.*use --device cpu"):
-        report.doctor(DoctorCommand(device="cuda"))
+        run_doctor(device="cuda")
 
 
 # Patched models
@@ -398,14 +394,8 @@ def test_an_old_gpu_is_refused_by_name_before_a_kernel_is_tried(monkeypatch):
 SIZES = {name: value for name, value in ARGS.items() if name != "dropout"}
 
 
-@pytest.fixture
-def patched():
-    model = NanoGPT(**SIZES)
-    fastpar.patch(model)
-    return model
-
-
-def test_the_first_call_of_a_patched_model_has_all_of_it_proven_at_once(patched, monkeypatch, real):
+def test_the_first_call_of_a_patched_model_has_all_of_it_proven_at_once(monkeypatch, real):
+    fastpar.patch(NanoGPT(**SIZES))
     C = ARGS["n_embd"]
     expected = {
         ("embedding", C), ("layer_norm", C), ("residual_layer_norm", C), ("bias_gelu", 4 * C),
@@ -448,9 +438,8 @@ def test_proofs_have_their_kernels_compiled_before_them(monkeypatch):
 
 def test_what_the_doctor_found_on_a_cpu_counts_in_a_patched_model(monkeypatch):
     model = NanoGPT(**SIZES)
-    C = ARGS["n_embd"]
-    norm = Case("cpu", "layer_norm", torch.float32, C)
-    table_with({norm: Proof(STOCK), norm._replace(size=C + 1): Proof(STOCK)})
+    norm = Case("cpu", "layer_norm", torch.float32, ARGS["n_embd"])
+    table_with({norm: Proof(STOCK), norm._replace(size=7): Proof(STOCK)})
     monkeypatch.setattr(doctor, "prove", refuse)
     fastpar.patch(model)
     assert choice.proofs == {norm: Proof(STOCK)}
@@ -546,46 +535,37 @@ def test_an_oracle_without_a_deterministic_form_is_no_error_of_the_kernel(quick,
 
 
 def together(rank, names):
-    threads = [threading.Thread(target=rank, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    """What ranks find that run at the same time."""
+    with ThreadPoolExecutor(len(names)) as pool:
+        return list(pool.map(rank, names))
 
 
 def test_one_rank_proves_and_all_have_its_result(monkeypatch):
-    made, lock = [], threading.Lock()
+    made = []
 
     def prove(case, *how):
-        with lock:
-            made.append(threading.current_thread().name)
+        made.append(case)
         time.sleep(0.1)
         return Proof(STOCK, "", (float(len(made)), 0.0))
 
     monkeypatch.setattr(doctor, "prove", prove)
-    store, found = HashStore(), {}
-    kind = ProofTable("cpu").about["device"]
-
-    def rank(name):
-        found[name] = doctor.Prover(store, [kind]).proof_of(GELU)
-
-    together(rank, range(4))
+    store, kind = HashStore(), ProofTable("cpu").about["device"]
+    found = together(lambda _: doctor.Prover(store, [kind]).proof_of(GELU), range(4))
+    assert found == [Proof(STOCK, "", (1.0, 0.0))] * 4
     assert len(made) == 1
-    assert list(found.values()) == [Proof(STOCK, "", (1.0, 0.0))] * 4
 
 
 def test_ranks_on_different_devices_run_what_both_can(monkeypatch, capsys):
-    store, found = HashStore(), {}
+    store = HashStore()
     proofs = {"slow GPU": Proof(STOCK), "fast GPU": Proof(OWN)}
 
     def rank(kind):
         prover = doctor.Prover(store, proofs)
         prover.proof_here = lambda case: proofs[kind]
         prover.table = lambda device: SimpleNamespace(about={"device": kind})
-        found[kind] = prover.proof_of(GELU)
+        return prover.proof_of(GELU)
 
-    together(rank, proofs)
-    assert found == dict.fromkeys(proofs, Proof(STOCK))
+    assert together(rank, proofs) == [Proof(STOCK)] * 2
     assert "the ranks' GPUs differ (" in capsys.readouterr().err
 
 
@@ -606,14 +586,12 @@ def test_one_rank_of_a_host_compiles_and_the_others_wait(monkeypatch, capsys):
         return ["_gelu_fwd_kernel: no registers"]
 
     monkeypatch.setattr(doctor, "warm", compile_all)
-    seen = []
 
     def rank(_):
         doctor.Prover(store, ["GPU"]).warm([GELU], (90, 132))
-        seen.append(list(compiled))
+        return list(compiled)
 
-    together(rank, range(3))
-    assert seen == [[(90, 132)]] * 3
+    assert together(rank, range(3)) == [[(90, 132)]] * 3
     assert capsys.readouterr().err.count("could not compile before the trial: _gelu_fwd") == 1
 
 

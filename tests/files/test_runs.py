@@ -22,32 +22,8 @@ import pytest
 
 from fastpar.data.sources import cache_folder
 from fastpar.doctor.table import proofs_folder
-from fastpar.files import runs
+from fastpar.files import plain_files, runs
 from fastpar.files.packages import call_command
-from fastpar.files.plain_files import (
-    is_plain_name,
-    open_plain,
-    parse_object,
-    read_object,
-    read_plain,
-    reason,
-    shown,
-    user_cache,
-)
-from fastpar.files.runs import (
-    LOCK,
-    Progress,
-    checkpoint_folder,
-    duration,
-    find_run,
-    hold,
-    is_restart,
-    list_checkpoints,
-    release,
-    run_id,
-    smoothed,
-    step_of,
-)
 from fastpar.predict.machine import rates_folder
 
 HOLD = """
@@ -72,7 +48,7 @@ def holder():
         return process
 
     yield start
-    release()
+    runs.release()
     for process in started:
         process.kill()
         process.communicate()
@@ -87,29 +63,29 @@ def test_a_folder_that_another_process_has_is_refused_and_it_is_named(tmp_path, 
     )
     began = time.monotonic()
     with pytest.raises(ValueError, match=rule):
-        hold(tmp_path, wait_s=0.3)
+        runs.hold(tmp_path, wait_s=0.3)
     assert 0.3 <= time.monotonic() - began < 5
-    (tmp_path / LOCK).write_text("[1, 2")  # by nobody known
+    (tmp_path / runs.LOCK).write_text("[1, 2")  # by nobody known
     with pytest.raises(ValueError, match=r"used by another process; wait"):
-        hold(tmp_path, wait_s=0.0)
-    assert hold(tmp_path.parent, wait_s=0.0)  # another folder
+        runs.hold(tmp_path, wait_s=0.0)
+    assert runs.hold(tmp_path.parent, wait_s=0.0)  # another folder
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_death_of_any_kind_frees_it_and_a_restart_waits_for_it(tmp_path, holder, end):
     process = holder(tmp_path)
     threading.Timer(0.5, process.send_signal, (end,)).start()
-    assert hold(tmp_path)
-    known = json.loads((tmp_path / LOCK).read_text())
+    assert runs.hold(tmp_path)
+    known = json.loads((tmp_path / runs.LOCK).read_text())
     assert known["pid"] == os.getpid()
     for again in (tmp_path, tmp_path / "."):  # it has it as often as it asks
-        assert hold(again, wait_s=0.0)
+        assert runs.hold(again, wait_s=0.0)
     child = os.fork()  # which does not keep it: a worker can outlive its rank
     if child == 0:
         time.sleep(100)
         os._exit(0)
     try:
-        release()
+        runs.release()
         holder(tmp_path)
     finally:
         os.kill(child, signal.SIGKILL)
@@ -119,14 +95,14 @@ def test_death_of_any_kind_frees_it_and_a_restart_waits_for_it(tmp_path, holder,
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
     """Each has its own error for it; 524 is ENOTSUPP, which NFS and FUSE let through."""
     with pytest.raises(FileNotFoundError):
-        hold(tmp_path / "missing")
+        runs.hold(tmp_path / "missing")
     for number in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL, 524):
 
         def flock(descriptor, how, number=number):
             raise OSError(number, "no locks")
 
         monkeypatch.setattr(runs.fcntl, "flock", flock)
-        assert not hold(tmp_path)
+        assert not runs.hold(tmp_path)
         runs.check_free(tmp_path)
 
 
@@ -134,50 +110,50 @@ def test_a_restart_finds_the_folder_of_its_run(tmp_path, holder, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night")
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        hold(tmp_path / name)
-        release()
+        runs.hold(tmp_path / name)
+        runs.release()
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"{name}-later")
     (tmp_path / "c").mkdir()
-    (tmp_path / "c" / LOCK).write_text("{")
+    (tmp_path / "c" / runs.LOCK).write_text("{")
     for name, folder in (("night", "a"), ("a-later", "b"), ("unknown", None), ("", None)):
-        assert find_run(tmp_path, name) == (folder and tmp_path / folder)
-    assert find_run(tmp_path / "missing", "night") is None
-    hold(tmp_path / "a")  # with another id now
-    assert find_run(tmp_path, "night") is None
+        assert runs.find_run(tmp_path, name) == (folder and tmp_path / folder)
+    assert runs.find_run(tmp_path / "missing", "night") is None
+    runs.hold(tmp_path / "a")  # with another id now
+    assert runs.find_run(tmp_path, "night") is None
 
 
 def test_names_of_runs_and_restarts(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-17")
-    assert run_id() == "job-17"
+    assert runs.run_id() == "job-17"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    ours = run_id()
+    ours = runs.run_id()
     assert f"-{os.getppid()}-" in ours
     code = "from fastpar.files.runs import run_id; print(run_id())"
     theirs = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert theirs.stdout.strip() not in ("", "none", ours)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert run_id() == ""
+    assert runs.run_id() == ""
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    assert not is_restart()
+    assert not runs.is_restart()
     for count, expected in (("0", False), ("1", True), ("", False)):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        assert is_restart() == expected
+        assert runs.is_restart() == expected
 
 
 def test_folders_are_listed_by_step(tmp_path):
     for step in (1_000_000, 3, 200):
-        checkpoint_folder(tmp_path, step).mkdir(parents=True)
+        runs.checkpoint_folder(tmp_path, step).mkdir(parents=True)
     for other in (".step_000009.1a.tmp", "step_12", "step_0000x1", "else"):
         (tmp_path / "checkpoints" / other).mkdir()
     (tmp_path / "checkpoints" / "step_000010").touch()
-    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [3, 200, 1_000_000]
-    assert list_checkpoints(tmp_path / "none") == []
+    assert [runs.step_of(path) for path in runs.list_checkpoints(tmp_path)] == [3, 200, 1_000_000]
+    assert runs.list_checkpoints(tmp_path / "none") == []
 
 
 def test_lines_where_there_is_no_terminal(capsys, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(runs.time, "monotonic", lambda: clock[0])
-    progress = Progress(100, 20, bar=False)
+    progress = runs.Progress(100, 20, bar=False)
     for step in range(21, 101):
         clock[0] += 1.0
         progress.update(step, "loss 1.000")
@@ -187,15 +163,15 @@ def test_lines_where_there_is_no_terminal(capsys, monkeypatch):
     assert lines[1].startswith("step 26/100")
     assert lines[-2:] == ["step 100/100  loss 1.000  eta 0:00", "saved"]
     assert len(lines) == 18
-    assert [duration(s) for s in (0, 61, 3723, -2)] == ["0:00", "1:01", "1:02:03", "0:00"]
-    assert smoothed([3.0] * 5, 0.9) == pytest.approx([3.0] * 5)  # an average from the start
-    assert smoothed([1.0, 2.0], weight=0.5) == pytest.approx([1.0, 5 / 3])
-    assert smoothed([3.0, 1.0], 0.0) == [3.0, 1.0]
+    assert [runs.duration(s) for s in (0, 61, 3723, -2)] == ["0:00", "1:01", "1:02:03", "0:00"]
+    assert runs.smoothed([3.0] * 5, 0.9) == pytest.approx([3.0] * 5)  # an average from the start
+    assert runs.smoothed([1.0, 2.0], weight=0.5) == pytest.approx([1.0, 5 / 3])
+    assert runs.smoothed([3.0, 1.0], 0.0) == [3.0, 1.0]
 
 
 def test_a_bar_of_rank_0_on_a_terminal_that_knows_its_size(capfd, monkeypatch):
     for enabled in (True, False):
-        progress = Progress(10, 2, enabled=enabled, bar=True)
+        progress = runs.Progress(10, 2, enabled=enabled, bar=True)
         progress.update(3, "loss 1.250")
         progress.say("saved")
         progress.close()
@@ -207,7 +183,7 @@ def test_a_bar_of_rank_0_on_a_terminal_that_knows_its_size(capfd, monkeypatch):
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, 100, 0, 0))
         with os.fdopen(terminal, "w") as stderr, monkeypatch.context() as patch:
             patch.setattr(runs.sys, "stderr", stderr)
-            progress = Progress(10)
+            progress = runs.Progress(10)
             assert (progress._bar is not None) == bar
             progress.close()
         os.close(parent)
@@ -215,12 +191,12 @@ def test_a_bar_of_rank_0_on_a_terminal_that_knows_its_size(capfd, monkeypatch):
 
 def test_plain_names():
     for name in ("model.safetensors", "a", "A-b_c.1", "0", "x" * 255):
-        assert is_plain_name(name), name
+        assert plain_files.is_plain_name(name), name
     for name in (
         *("", ".", "..", "../a", "a/b", "/etc/passwd", ".hidden", "a\0", "a\n", "a b", "\u00e4"),
         *("-x", "x" * 256, "a\\b", None, 3, ["a"]),
     ):
-        assert not is_plain_name(name), name
+        assert not plain_files.is_plain_name(name), name
 
 
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path, monkeypatch):
@@ -238,29 +214,29 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path, monkeypatch):
         ("link", "a symbolic link"),
     ):
         with pytest.raises(OSError, match=words):
-            open_plain(name)
+            plain_files.open_plain(name)
     with pytest.raises(OSError, match="not a regular file"):
-        open_plain("to_pipe", links=True)
-    assert read_plain("link", 3, links=True) == b"abc"
+        plain_files.open_plain("to_pipe", links=True)
+    assert plain_files.read_plain("link", 3, links=True) == b"abc"
     with pytest.raises(OSError, match="larger than 2 bytes"):
-        read_plain("file", 2)
+        plain_files.read_plain("file", 2)
     with pytest.raises(FileNotFoundError) as error:
-        open_plain("none")
-    assert reason(error.value) == "no such file"
+        plain_files.open_plain("none")
+    assert plain_files.reason(error.value) == "no such file"
     # Also one put in place of the one looked at.
     looked_at = os.stat("file")
     monkeypatch.setattr("fastpar.files.plain_files.os.stat", lambda *a, **k: looked_at)
     for name, words in (("pipe", "not a regular file"), ("link", "symbolic links")):
         with pytest.raises(OSError, match=words):
-            open_plain(name)
+            plain_files.open_plain(name)
 
 
 def test_what_is_not_an_object(tmp_path):
     path = tmp_path / "a.json"
     with pytest.raises(ValueError, match=r"^no such file$"):
-        read_object(path)
+        plain_files.read_object(path)
     with pytest.raises(ValueError, match=r"^not a regular file$"):
-        read_object(tmp_path)
+        plain_files.read_object(tmp_path)
     for content, problem in (
         (b"", "not JSON: Expecting value"),
         (b'{"a": 1', "not JSON: Expecting ',' delimiter"),
@@ -272,11 +248,14 @@ def test_what_is_not_an_object(tmp_path):
         (b'{"a": ' + b"9" * 5000 + b"}", "a number of 5000 digits"),
     ):
         path.write_bytes(content)
-        for parse in (lambda content=content: parse_object(content), lambda: read_object(path)):
+        for parse in (
+            lambda content=content: plain_files.parse_object(content),
+            lambda: plain_files.read_object(path),
+        ):
             with pytest.raises(ValueError, match=problem):
                 parse()
-    assert shown("\n\u00e4") == r"'\n\xe4'"
-    assert len(shown("x" * 1000)) == 80
+    assert plain_files.shown("\n\u00e4") == r"'\n\xe4'"
+    assert len(plain_files.shown("x" * 1000)) == 80
 
 
 def test_a_user_without_a_home(tmp_path, monkeypatch):
@@ -290,12 +269,12 @@ def test_a_user_without_a_home(tmp_path, monkeypatch):
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     cache = tmp_path / f"fastpar-{os.getuid()}"
-    assert cache_folder(None) == user_cache() == cache
+    assert cache_folder(None) == plain_files.user_cache() == cache
     assert (proofs_folder(), rates_folder()) == (cache / "proofs", cache / "rates")
     monkeypatch.setenv("HOME", "/h")
-    assert user_cache() == Path("/h/.cache/fastpar")
+    assert plain_files.user_cache() == Path("/h/.cache/fastpar")
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert user_cache() == Path("/x/fastpar")
+    assert plain_files.user_cache() == Path("/x/fastpar")
 
 
 CHAIN = """

@@ -246,23 +246,20 @@ def test_eager_attention_called_alone():
 def test_hooks_run_in_a_patched_model(name):
     """Each part's hook runs as often as without the patch and sees the same values."""
     theirs, ours, _ = pair(MODELS[name])
+    seen = []
     for part, _ in theirs.transformer.h.named_modules():
         if not part or part.endswith("attn_dropout"):  # sdpa does not call it either
             continue
-        seen = []
+        seen.clear()
         for model in (theirs, ours):
-            module, outputs = model.transformer.h.get_submodule(part), []
-
-            def keep(_module, _args, output, outputs=outputs):
-                outputs.append(output[0] if isinstance(output, tuple) else output)
-
-            handle = module.register_forward_hook(keep)
+            module = model.transformer.h.get_submodule(part)
+            handle = module.register_forward_hook(lambda *called: seen.append(called[-1]))
             with quiet():
                 logits_of(model, ids_for())
             handle.remove()
-            seen.append(outputs)
-        assert len(seen[0]) == len(seen[1]) == 1, part
-        torch.testing.assert_close(seen[1][0], seen[0][0])
+        assert len(seen) == 2, part
+        want, got = (x[0] if isinstance(x, tuple) else x for x in seen)
+        torch.testing.assert_close(got, want)
 
 
 class Adapter(nn.Module):

@@ -77,21 +77,13 @@ def attend(self, q, k, v, causal=True):
     return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
-def rolled(self, x):
-    q, k, v = heads_of(self, x)
-    return attend(self, q, k.roll(1, -1), v)
-
-
 def counting(self, x):
     self.calls = getattr(self, "calls", 0) + 1
     return Attention.forward(self, x) * (1.0 if self.calls < 1000 else 2.0)
 
 
-def failing(error):
-    def forward(self, x):
-        raise error
-
-    return forward
+def failing(self, x):
+    raise RuntimeError("not today")
 
 
 def keep(self, y):
@@ -107,11 +99,6 @@ def block(step):
         return step(self, step(self, x, self.attn, self.ln_1), self.mlp, self.ln_2)
 
     return forward
-
-
-def more_dropout(self, x):
-    x = x + F.dropout(self.attn(self.ln_1(x)), 0.1, self.training)
-    return x + self.mlp(self.ln_2(x))
 
 
 def layer_drop(self, x):
@@ -145,20 +132,13 @@ BASES = {"attn": SelfAttention, "edited": Attention, "mlp": FeedForward, "ln_2":
          "block": Layer}  # fmt: skip
 # what it is made of, its methods, why it is left (None: a reason of the numbers at hand)
 IMPOSTORS = {
-    "Rolled": ("attn", {"forward": rolled}, OTHER),
     "Bidirectional": (
         "attn", {"forward": lambda self, x: attend(self, *heads_of(self, x), causal=False)}, OTHER,
     ),
     "Interleaved": (
         "attn", {"forward": lambda self, x: attend(self, *heads_of(self, x, (-1, 3)))}, OTHER,
     ),
-    "Failing": (
-        "attn", {"forward": failing(RuntimeError("not today"))},
-        "could not be checked: RuntimeError: not today",
-    ),
-    "Refusing": (
-        "attn", {"forward": failing(AssertionError())}, "could not be checked: AssertionError",
-    ),
+    "Failing": ("attn", {"forward": failing}, "could not be checked: RuntimeError: not today"),
     "WideWindow": ("edited", {"window": 60}, None),
     "Capped": ("edited", {"scores": lambda self, s: 1e4 * torch.tanh(s / 1e4)}, None),
     "LongTrained": (
@@ -171,7 +151,6 @@ IMPOSTORS = {
         {"scores": lambda self, s: s + 0.1 * torch.randn_like(s) if self.training else s}, DRAWS,
     ),
     "LiteralRate": ("edited", {"rate": lambda self, y: F.dropout(y, 0.3, self.training)}, None),
-    "AlwaysDropped": ("edited", {"rate": lambda self, y: F.dropout(y, 0.3, True)}, None),
     "Counting": ("edited", {"forward": counting}, None),
     "Squared": (
         "mlp", {"forward": lambda self, x: self.c_proj(self.gelu(self.c_fc(x)) ** 2)},
@@ -194,15 +173,14 @@ IMPOSTORS = {
         None,
     ),
     "LayerDrop": ("block", {"forward": layer_drop}, None),
-    "MoreDropout": ("block", {"forward": more_dropout}, None),
     "ClampedResidual": (
         "block", {"forward": lambda self, x: Layer.forward(self, x).clamp(-1e4, 1e4)}, None,
     ),
     "MLPFirst": ("block", {"forward": mlp_first}, None),
     "Reaching": ("block", {"forward": reaching}, None),
 }  # fmt: skip
-AS_MODELS_START = ("Rolled", "Bidirectional", "Interleaved", "Squared")
-DRAWN = ("Noisy", "LiteralRate", "AlwaysDropped", "DropPath", "LayerDrop", "MoreDropout", "Drawing")
+AS_MODELS_START = ("Bidirectional", "Interleaved", "Squared")
+DRAWN = ("Noisy", "LiteralRate", "DropPath", "LayerDrop", "Drawing")
 
 
 def with_attention(*kinds, p=0.0):

@@ -38,6 +38,14 @@ def patched(model, **options):
     return model
 
 
+def checkpointed(model):
+    if hasattr(model, "checkpointing"):
+        model.checkpointing = False  # use_reentrant
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
 MODELS = {
     "transformers": hf,
     "transformers eager": functools.partial(hf, attn="eager"),
@@ -51,6 +59,9 @@ MODELS = {
     # Positions for 13 tokens: with cp some ranks pad the rows.
     "short": lambda: patched(hf(n_positions=13)),
     "short eager": lambda: patched(hf(n_positions=13, attn="eager")),
+    "transformers checkpointed": lambda: checkpointed(hf()),
+    "nanoGPT checkpointed": lambda: checkpointed(patched(nano())),
+    "short checkpointed": lambda: checkpointed(patched(hf(n_positions=13))),
 }
 
 
@@ -130,95 +141,76 @@ def model_and_reference(name):
     return model, one_process(model)
 
 
-@pytest.mark.filterwarnings("error:fastpar.patch")  # no call falls back
-@pytest.mark.parametrize("tokens", [False, True])
-@pytest.mark.parametrize(
-    ("name", "dp", "tp", "stage"),
-    [
-        ("nanoGPT", 1, 4, 0),
-        ("transformers patched", 2, 2, 3),
-        ("transformers 5", 1, 2, 0),
-        slow("transformers patched 5", 2, 2, 3),
-        slow("transformers 5", 1, 4, 1),
-        slow("nanoGPT 5", 2, 4, 2),
-        *(slow(name, 1, 4, 0) for name in [*MODELS][:5] if name != "nanoGPT"),
-        *(slow(name, 2, 2, stage) for name in ("transformers", "nanoGPT") for stage in range(4)),
-    ],
-)
-def test_a_ready_plan_equals_one_process(name, dp, tp, stage, tokens):
-    model, reference = model_and_reference(name)
-    run = functools.partial(split_run, model, {"tp": tp}, sequence_parallel=tokens)
-    ranks = run_ranks(functools.partial(run, zero_stage=stage), dp * tp)
-    compare(ranks, dp, reference)
-    plan = "gpt2" if name.startswith("transformers") else "nanogpt"
-    words = f"sequence parallelism {'on' if tokens else 'off'}, plan {plan}, chosen for its modules"
-    assert f"tp={tp}, {words}" in ranks[0][3]
+def of_tp(name, dp, tp, stage):
+    """Cells with and without sequence parallelism."""
+    mesh = {"dp": dp, "tp": tp}
+    return [(name, mesh, {"zero_stage": stage, "sequence_parallel": on}) for on in (False, True)]
+
+
+def of_cp(mesh, method, stage, name="short"):
+    return name, mesh, {"zero_stage": stage, "cp_method": method}
+
+
+HEADS_AND_KEYS = ("heads", "keys")
+CELLS = [
+    *of_tp("nanoGPT", 1, 4, 0),
+    *of_tp("transformers patched", 2, 2, 3),
+    *of_tp("transformers 5", 1, 2, 0),
+    of_cp({"cp": 2}, "heads", 3),
+    of_cp({"cp": 2}, "keys", 0),
+    of_cp({"cp": 2, "tp": 2}, "keys", 2),
+    of_tp("transformers checkpointed", 1, 2, 0)[0],
+    of_tp("nanoGPT checkpointed", 1, 2, 0)[1],
+    *(of_cp({"cp": 2}, method, 0, "short checkpointed") for method in HEADS_AND_KEYS),
+]
+SLOW = [
+    *of_tp("transformers patched 5", 2, 2, 3),
+    *of_tp("transformers 5", 1, 4, 1),
+    *of_tp("nanoGPT 5", 2, 4, 2),
+    *(cell for name in [*MODELS][:5] if name != "nanoGPT" for cell in of_tp(name, 1, 4, 0)),
+    *(cell for stage in range(4) for cell in of_tp("transformers", 2, 2, stage)),
+    *(cell for stage in range(4) for cell in of_tp("nanoGPT", 2, 2, stage)),
+    of_tp("transformers checkpointed", 1, 2, 0)[1],
+    of_tp("nanoGPT checkpointed", 1, 2, 0)[0],
+    of_cp({"cp": 2}, "keys", 0, "short eager"),
+    *(of_cp({"cp": cp}, method, 0) for cp in (3, 4) for method in HEADS_AND_KEYS),
+    *(of_cp({"cp": 2}, method, stage) for method in HEADS_AND_KEYS for stage in (1, 2)),
+    of_cp({"dp": 2, "cp": 2}, "heads", 1),
+    of_cp({"dp": 2, "cp": 2}, "keys", 3),
+    of_cp({"cp": 2, "tp": 2}, "heads", 0),
+    of_cp({"cp": 5}, "keys", 0),
+]
 
 
 @pytest.mark.filterwarnings("error:fastpar.patch")  # no call falls back
-@pytest.mark.parametrize(
-    ("name", "mesh", "method", "stage"),
-    [
-        ("short", {"cp": 2}, "heads", 3),
-        ("short", {"cp": 2}, "keys", 0),
-        ("short", {"cp": 2, "tp": 2}, "keys", 2),
-        slow("short eager", {"cp": 2}, "keys", 0),
-        *(slow("short", {"cp": cp}, m, 0) for cp in (3, 4) for m in ("heads", "keys")),
-        *(slow("short", {"cp": 2}, m, stage) for m in ("heads", "keys") for stage in (1, 2)),
-        slow("short", {"cp": 2, "dp": 2}, "heads", 1),
-        slow("short", {"cp": 2, "dp": 2}, "keys", 3),
-        slow("short", {"cp": 2, "tp": 2}, "heads", 0),
-        slow("short", {"cp": 5}, "keys", 0),
-    ],
-)
-def test_shared_sequences_equal_one_process(name, mesh, method, stage):
-    """12 tokens: of these cp some pad the rows."""
+@pytest.mark.parametrize(("name", "mesh", "options"), [*CELLS, *(slow(*cell) for cell in SLOW)])
+def test_a_ready_plan_equals_one_process(name, mesh, options):
     model, reference = model_and_reference(name)
-    run = functools.partial(split_run, model, mesh, zero_stage=stage, cp_method=method)
-    found = run_ranks(run, torch.Size(mesh.values()).numel())
-    compare(found, mesh.get("dp", 1), reference)
-
-
-@pytest.mark.parametrize(
-    ("name", "mesh", "options"),
-    [
-        ("transformers", {"tp": 2}, {"sequence_parallel": False}),
-        ("nanoGPT", {"tp": 2}, {"sequence_parallel": True}),
-        ("short", {"cp": 2}, {"cp_method": "heads"}),
-        ("short", {"cp": 2}, {"cp_method": "keys"}),
-        slow("transformers", {"tp": 2}, {"sequence_parallel": True}),
-        slow("nanoGPT", {"tp": 2}, {"sequence_parallel": False}),
-    ],
-)
-def test_activation_checkpointing(name, mesh, options):
-    model = copy.deepcopy(model_and_reference(name)[0])
-    if name == "nanoGPT":
-        model.checkpointing = False
-    else:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     run = functools.partial(split_run, model, mesh, **options)
-    compare(run_ranks(run, 2), 1, model_and_reference(name)[1])
+    ranks = run_ranks(run, torch.Size(mesh.values()).numel())
+    compare(ranks, mesh.get("dp", 1), reference)
+    if "cp" not in mesh:
+        where = "on" if options["sequence_parallel"] else "off"
+        plan = "gpt2" if name.startswith("transformers") else "nanogpt"
+        words = f"sequence parallelism {where}, plan {plan}, chosen for its modules"
+        assert f"tp={mesh['tp']}, {words}" in ranks[0][3]
 
 
 # Dropout draws from torch's default generator, which threads share: processes.
 
 
-DROPPED = [  # model, axis, modes
-    (lambda: hf(embd_pdrop=0.25, resid_pdrop=0.25), "tp", {"sequence_parallel": (False, True)}),
-    (lambda: patched(hf(dropout=0.25)), "tp", {"sequence_parallel": (False, True)}),
-    (lambda: patched(nano(dropout=0.25)), "tp", {"sequence_parallel": (False, True)}),
-    (
-        lambda: patched(hf(n_positions=13, dropout=0.25)),
-        "cp",
-        {"cp_method": ("heads", "keys")},
-    ),
+TOKENS_OR_NOT = ("tp", "sequence_parallel", (False, True))
+DROPPED = [
+    (lambda: hf(embd_pdrop=0.25, resid_pdrop=0.25), *TOKENS_OR_NOT),
+    (lambda: patched(hf(dropout=0.25)), *TOKENS_OR_NOT),
+    (lambda: patched(nano(dropout=0.25)), *TOKENS_OR_NOT),
+    (lambda: patched(hf(n_positions=13, dropout=0.25)), "cp", "cp_method", HEADS_AND_KEYS),
 ]
 
 
 def dropped(ranks):
     results = []
-    for make, axis, modes in DROPPED:
-        ((option, values),) = modes.items()
+    for make, axis, option, values in DROPPED:
         for value in values:
             torch.manual_seed(0)
             results.append(split_run(make(), {axis: ranks}, **{option: value}))
@@ -540,13 +532,6 @@ REFUSED = [
     ),
     (heads("num_heads"), hf, DIVIDE.format(8), {"tp": 8}),
     (heads(None), hf, DIVIDE.format(3), {"tp": 3}),
-    (
-        PLAN, mine,
-        r"tp=8 cannot split parameter 'layers\.0\.gain' of shape \[12\] as Shard\(.*dimension 0 of "
-        r"size 12 does not divide by 8; choose another tp",
-        {"tp": 8},
-    ),
-    (None, mine, r"parameter 'words\.weight' has no declared state with tp=2; name it in tp_plan"),
     (None, named_like_gpt2, r"has no declared state with tp=2; name"),
     (
         {"wte": "vocab"}, own_gpt,

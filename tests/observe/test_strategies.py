@@ -169,7 +169,7 @@ class FakeDeepSpeed:
     """What DeepSpeed's engine does with micro-batches: it divides, and steps after the last."""
 
     def __init__(self, model, n):
-        self.model, self.n, self.updates, self.count = model, n, [], 0
+        self.model, self.n, self.updates = model, n, []
 
     def __call__(self, x, y):
         return self.model(x, y)
@@ -178,8 +178,7 @@ class FakeDeepSpeed:
         (loss / self.n).backward()
 
     def step(self):
-        self.count += 1
-        self.updates.append(self.count % self.n == 0)
+        self.updates.append((len(self.updates) + 1) % self.n == 0)
 
     def get_global_grad_norm(self):
         return 1.5

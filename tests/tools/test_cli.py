@@ -74,11 +74,8 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
 
 MISTAKES = [
     ("frobnicate", "fastpar: expected one of train, profile, plan, compare, sample, verify, inspe"),
-    ("train --n-embd 130 --model mini", "GPTConfig: expected n_embd divisible by n_head=4"),
     ("train --model gpt5", "GPTConfig.preset: expected one of gpt2, gpt2-medium, "),
     ("train --nproc 6 --tp 4", "train: expected nproc to be a multiple of tp=4, got nproc=6; use "),
-    ("train --nproc 4 --batch-size 2", "train: expected at least one sequence for each of dp=4"),
-    ("train --tp-grid 2x2 --nproc 2", "train: expected nproc to be a multiple of tp_grid=4, got n"),
     ("train --fp8 mlp --n-expert 2", "--fp8 does not support --n-expert; drop one of them"),
     ("train --schedule=pipedream", "fastpar train: expected a synchronous schedule, got schedule="),
     ("train --resume --out none", "train: expected a folder with a run to resume"),
@@ -86,7 +83,6 @@ MISTAKES = [
     ("train --out .", "train: expected --out without a run, got out=. with config.json;"),
     ("train --config none.toml", "read_settings: expected a settings file, got path=none.toml"),
     ("train --config bad.toml", "train: expected a setting of `fastpar train --help-all` in bad"),
-    ("train --data none.txt", "load_data: expected an existing path, got source=none.txt in "),
     ("sample", "fastpar sample: expected a run in runs/, got none; train one with `fastpar tra"),
     ("sample .", "fastpar sample: expected a run with checkpoints, a checkpoint or a transf"),
     ("sample none --num-samples 0", "fastpar sample: expected --num-samples >= 1, got num_sampl"),
@@ -94,7 +90,6 @@ MISTAKES = [
     ("sample ckpt.pt --tokenizer bytes", "fastpar sample: expected a tokenizer of at most the 4"),
     ("sample ckpt.pt --tokenizer chars", "fastpar sample: expected a saved tokenizer, got"),
     ("export --to .", "fastpar export: expected a run in runs/, got none; train one"),
-    ("export . --to a", "fastpar export: expected a run with checkpoints, a checkpoint or a tran"),
     *(
         (f"{name} none", f"fastpar {name}: expected a run, a checkpoint or a transformers folder")
         for name in ("sample", "verify", "inspect")
