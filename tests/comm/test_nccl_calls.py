@@ -3,6 +3,7 @@
 import contextlib
 import runpy
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -16,34 +17,11 @@ from fastpar.comm.transports import TorchCollectives
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
 
-class Event:
-    made = 0
-
-    def __init__(self, enable_timing=False):
-        Event.made += 1
-
-    def record(self, stream=None):
-        return
-
-    def query(self):
-        return True
+EVENTS = mock.Mock(name="torch.cuda.Event")
 
 
-class Stream:
-    device = "cuda"
-
-    def __init__(self, *_, priority=0):
-        self.priority = priority
-
-    def wait_stream(self, other):
-        return
-
-    wait_event = wait_stream
-
-
-class Work:
-    def wait(self):
-        return True
+def stream(*_, priority=0):
+    return mock.Mock(device="cuda", priority=priority)
 
 
 @pytest.fixture
@@ -54,7 +32,7 @@ def nccl(monkeypatch):
     def note(name):
         def call(*tensors, group=None, **options):
             calls.append((name, options, tensors))
-            return Work() if name in ("isend", "irecv") else None
+            return mock.Mock() if name in ("isend", "irecv") else None
 
         return call
 
@@ -62,7 +40,7 @@ def nccl(monkeypatch):
         monkeypatch.setattr(dist, name, note(name))
     for name in ("reduce_scatter", "all_gather"):
         monkeypatch.setattr(transports, name, note(name))
-    for name, value in {"Stream": Stream, "Event": Event, "current_stream": Stream}.items():
+    for name, value in {"Stream": stream, "Event": EVENTS, "current_stream": stream}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     dist.init_process_group("fake", rank=1, world_size=4)
@@ -71,7 +49,7 @@ def nccl(monkeypatch):
         monkeypatch.setattr(dist, "get_backend_config", lambda _: backend)
         c = TorchCollectives(device="cuda", **options)
         c.device = torch.device("cpu")  # where the test's tensors are
-        Event.made = 0
+        EVENTS.reset_mock()
         return c
 
     yield make, calls
@@ -99,7 +77,7 @@ def test_each_operation_is_one_call_without_handle_events_or_copy(nccl):
         assert (asked, given) == (name, options)
         assert [t.data_ptr() for t in used if torch.is_tensor(t)] == [t.data_ptr() for t in tensors]
         calls.clear()
-    assert Event.made == 0
+    assert EVENTS.call_count == 0
     assert torch.equal(x, torch.ones(8))  # nothing is divided: the mean is NCCL's
 
 
@@ -117,7 +95,7 @@ def test_a_handle_has_two_events_and_a_stream_of_high_priority(nccl, monkeypatch
     make().reduce_scatter(torch.zeros(2), torch.ones(8), mean=True, async_op=True).wait()
     assert [(name, options) for name, options, _ in calls] == [("reduce_scatter", {"op": AVG})]
     assert streams == [(-1, 0), (-1, 1)]  # the call is made inside
-    assert Event.made == 2
+    assert EVENTS.call_count == 2
 
 
 def test_the_default_group_has_gloo_for_objects_and_those_beside_it_nccl_alone(nccl, monkeypatch):
@@ -180,7 +158,7 @@ def test_a_watchdog_sees_what_is_synchronous(nccl, monkeypatch):
     make().all_reduce(torch.ones(3))
     ((entry,),) = watchdog._streams.values()
     assert entry[1] == "all_reduce"
-    assert Event.made == 2
+    assert EVENTS.call_count == 2
 
 
 @pytest.mark.parametrize("has", ["new", "old"])
@@ -211,4 +189,4 @@ def test_tensor_parallel_waits_for_nothing_by_handle(nccl):
     row_linear_fwd(tp, x, torch.ones(2, 3), None)
     names = ["all_reduce", "all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]
     assert [name for name, _, _ in calls] == names
-    assert Event.made == 0
+    assert EVENTS.call_count == 0

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -213,9 +214,7 @@ def test_a_silent_rank_is_stopped():
 
 @pytest.mark.slow
 def test_no_rank_outlives_an_interrupt():
-    def interrupt(said):
-        raise KeyboardInterrupt
-
+    interrupt = mock.Mock(side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt), ranks.Ranks(2, device="cpu") as pool:  # noqa: PT012
         processes = [one.process for one in pool._ranks]
         pool.call(rank_and_sum, 10, on_value=interrupt)

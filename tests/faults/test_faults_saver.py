@@ -1,10 +1,15 @@
-"""A save that fails, or is killed, at any of its file operations leaves a whole checkpoint."""
+"""A save that fails, or is killed, at any of its file operations leaves a whole checkpoint, also on
+a disk that is full, read-only or limited."""
 
 import errno
 import json
 import os
+import resource
 import shutil
+import stat
+import subprocess
 import time
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -14,13 +19,12 @@ from fault_points import Countdown, watching
 from fault_runs import TRAIN, curve, finish, torchrun
 from saved import bits
 
-import fastpar
-from fastpar.checkpoint.reader import newest_checkpoint
+from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
+from fastpar.checkpoint.reader import newest_checkpoint, verify_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import Saver
 from fastpar.files.runs import list_checkpoints, step_of
-from fastpar.models.gpt import GPT
-from fastpar.settings.model import GPTConfig
+from fastpar.testing import run_ranks
 
 DRIVER = str(Path(__file__).parents[1] / "support" / "fault_driver.py")
 
@@ -28,13 +32,13 @@ DRIVER = str(Path(__file__).parents[1] / "support" / "fault_driver.py")
 def trained(steps):
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=32), seed=1)
-    optimizer = fastpar.AdamW(model.parameters(), lr=1e-2)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
     for _ in range(steps):
-        step(model, optimizer)
+        train_step(model, optimizer)
     return model, optimizer
 
 
-def step(model, optimizer):
+def train_step(model, optimizer):
     x = torch.randint(0, 32, (2, 8))
     model(x, x).backward()
     optimizer.step()
@@ -45,10 +49,7 @@ def refuse():
     raise OSError(errno.EIO, "the disk is gone")
 
 
-@pytest.mark.parametrize(
-    ("again", "every"),
-    [(True, 5), slow(True, 1), slow(False, 1)],
-)
+@pytest.mark.parametrize(("again", "every"), [(True, 5), slow(True, 1), slow(False, 1)])
 def test_a_save_that_fails_at_any_operation(tmp_path, monkeypatch, again, every):
     """Every operation of a save, one after another: the newest checkpoint is whole, and loads."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # counted, but not waited for
@@ -56,7 +57,7 @@ def test_a_save_that_fails_at_any_operation(tmp_path, monkeypatch, again, every)
     base, known = tmp_path / "base", {}
     saver = Saver(base, model=model, optimizer=optimizer, asynchronous=False)
     for number in (1, 2, 3) if again else (1, 2):
-        step(model, optimizer)
+        train_step(model, optimizer)
         assert saver.save(number, {})
         known[number] = bits(saver.last.path)
     failed, n = 0, 1 - every
@@ -65,7 +66,7 @@ def test_a_save_that_fails_at_any_operation(tmp_path, monkeypatch, again, every)
         run = tmp_path / str(n)
         shutil.copytree(base, run, symlinks=True)
         saver = Saver(run, model=model, optimizer=optimizer, keep_last=2, asynchronous=False)
-        step(model, optimizer)
+        train_step(model, optimizer)
         points = Countdown(n, refuse)
         with watching(points):
             saver.save(3, {"n": n})
@@ -128,3 +129,116 @@ def test_three_kills_inside_and_outside_of_saves(here, start):
     assert a.name == b.name
     assert bits(a) == bits(b)
     assert curve("r") == curve("whole")
+
+
+# Disks that are full, read-only or limited: a save fails visibly, and nothing older is lost
+
+CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=8, vocab_size=1031)  # 2 MB in all
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """disk(mb): a file system of this size."""
+    mounted = []
+
+    def mount(mb):
+        folder = tmp_path / "disk"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={mb}m", "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"needs the right to mount: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def train_and_save(run, steps, before=lambda step: None):
+    """Saves after each of some steps, on one rank of several; (ok, errors) of each."""
+    model = GPT(CONFIG)
+    mesh = Mesh(device="cpu")
+    parallelize(model, mesh, zero_stage=1)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    saver = Saver(run, model=model, optimizer=optimizer)
+    found = []
+    for step in range(1, steps + 1):
+        train_step(model, optimizer)
+        if mesh.is_main:
+            before(step)
+        saver.save(step, {})
+        result = saver.settle()
+        found.append((result.ok, result.errors))
+    return found
+
+
+def check(results, failed, words, run, left):
+    """Some saves failed with these words, the others are whole."""
+    for step, (ok, errors) in enumerate(results, 1):
+        assert (ok, any(words in error for error in errors)) == (step not in failed, step in failed)
+    assert sorted(os.listdir(run / "checkpoints")) == [f"step_{step:06d}" for step in left]
+    for path in list_checkpoints(run):
+        verify_checkpoint(path)
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["seen before", "in the middle"])
+def test_a_full_disk(disk, monkeypatch, seen):
+    """It has room for two; the third is refused before a byte is written, or fails on the way."""
+    run = disk(9 if seen else 5)
+    if not seen:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 0, 10**9))
+
+    def make_room(step):
+        if step == 5:
+            shutil.rmtree(list_checkpoints(run)[0])
+
+    results = run_ranks(lambda: train_and_save(run, 5, make_room), 2)[0]
+    words = "free disk space, or lower --keep-last" if seen else "No space left on device"
+    check(results, (3, 4), words, run, (2, 5))
+
+
+def test_a_disk_that_becomes_read_only(disk):
+    run = disk(20)
+
+    def remount(step):
+        if step in (2, 3):
+            kind = "ro" if step == 2 else "rw"
+            subprocess.run(["mount", "-o", f"remount,{kind}", str(run)], check=True)
+
+    results = run_ranks(lambda: train_and_save(run, 3, remount), 2)[0]
+    check(results, (2,), "Read-only file system", run, (1, 3))
+
+
+@pytest.mark.parametrize("nbytes", [100, 5000, 400_000])
+def test_a_limit_in_the_middle_of_a_save(tmp_path, nbytes):
+    """A quota does the same: no file of this process may grow beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(step):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes if step == 2 else soft, hard))
+
+    try:
+        results = train_and_save(tmp_path, 3, limit)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    check(results, (2,), "File too large", tmp_path, (1, 3))
+
+
+def test_a_file_system_that_flushes_no_folders(tmp_path, monkeypatch):
+    """CIFS and FUSE say so in these words; names are as safe there as they can be."""
+    fsync, numbers = os.fsync, (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS)
+    for number, folders in (*((number, True) for number in numbers), (errno.EINVAL, False)):
+
+        def refusing(descriptor, number=number, folders=folders):
+            if not folders or stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise OSError(number, os.strerror(number))
+            fsync(descriptor)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", refusing)
+            ((ok, errors),) = train_and_save(tmp_path / f"{number}-{folders}", 1)
+        assert ok == folders
+        assert folders or os.strerror(number) in errors[0]

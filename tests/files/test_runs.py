@@ -17,6 +17,7 @@ import termios
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -97,11 +98,8 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
         runs.hold(tmp_path / "missing")
     for number in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL, 524):
-
-        def flock(descriptor, how, number=number):
-            raise OSError(number, "no locks")
-
-        monkeypatch.setattr(runs.fcntl, "flock", flock)
+        no_locks = mock.Mock(side_effect=OSError(number, "no locks"))
+        monkeypatch.setattr(runs.fcntl, "flock", no_locks)
         assert not runs.hold(tmp_path)
         runs.check_free(tmp_path)
 
@@ -260,13 +258,9 @@ def test_what_is_not_an_object(tmp_path):
 
 def test_a_user_without_a_home(tmp_path, monkeypatch):
     """As in a container that runs under a number: neither HOME nor an entry in passwd."""
-
-    def nobody(uid):
-        raise KeyError(uid)
-
     for name in ("HOME", "XDG_CACHE_HOME", "FASTPAR_PROOFS", "FASTPAR_RATES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(pwd, "getpwuid", mock.Mock(side_effect=KeyError))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     cache = tmp_path / f"fastpar-{os.getuid()}"
     assert cache_folder(None) == plain_files.user_cache() == cache

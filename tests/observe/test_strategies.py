@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -155,11 +156,8 @@ def test_the_door_refuses(monkeypatch):
     ):
         with pytest.raises(ValueError, match=words):
             build(name, model, *settings)
-
-    def missing(name):
-        raise ModuleNotFoundError(f"No module named '{name}'", name=name)
-
-    monkeypatch.setattr(importlib, "import_module", missing)
+    missing = ModuleNotFoundError("No module named 'deepspeed'", name="deepspeed")
+    monkeypatch.setattr(importlib, "import_module", mock.Mock(side_effect=missing))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     with pytest.raises(ImportError, match=r"^deepspeed is not installed$"):
         build("deepspeed1", torch.nn.Identity)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import fault_runs
 import nanogpt_cells
@@ -145,11 +146,7 @@ TRACEBACK, MEMORY = "Traceback (most recent call last):", "fastpar: out of memor
 )
 def test_what_ends_a_command(error, status, said, capsys, monkeypatch):
     """One line for what a user or a machine can change; a traceback of a defect alone."""
-
-    def fail(arguments):
-        raise error
-
-    monkeypatch.setattr(cli, "_info", fail)
+    monkeypatch.setattr(cli, "_info", mock.Mock(side_effect=error))
     assert main(["info"]) == status
     lines = capsys.readouterr().err
     assert lines.startswith(said)

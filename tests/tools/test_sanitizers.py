@@ -40,14 +40,11 @@ def compile_and_link(folder, kind, sources):
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_one, sources))
-    program = folder / "driver"
+    program = str(folder / "driver")
     # Without -fopenmp where our own runtime stands for libgomp.
     openmp = ["-fopenmp"] if kind == "memory" else []
-    done = subprocess.run(
-        [CXX, *flags, *openmp, "-pthread", *objects, "-o", str(program)],
-        capture_output=True,
-        text=True,
-    )
+    command = [CXX, *flags, *openmp, "-pthread", *objects, "-o", program]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return program
 
@@ -75,18 +72,13 @@ def driver(request, tmp_path_factory):
 
 
 def run(program, *args):
-    options = {
+    env = {
+        **os.environ,
         "ASAN_OPTIONS": "detect_leaks=1:halt_on_error=1",
         "TSAN_OPTIONS": "halt_on_error=1:exitcode=66",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
-    return subprocess.run(
-        [str(program), *args],
-        env={**os.environ, **options},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    return subprocess.run([program, *args], env=env, capture_output=True, text=True, timeout=900)
 
 
 def test_ops_and_collectives_leave_no_report(driver):

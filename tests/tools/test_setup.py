@@ -38,14 +38,14 @@ def test_no_compiler_is_one_line(tmp_path):
 
 def test_an_old_setuptools_builds(tmp_path):
     """A new environment of Python 3.10 has 65.5; below 77 a license in pyproject.toml ends it."""
-    (tmp_path / "setuptools" / "command").mkdir(parents=True)
+    commands = tmp_path / "setuptools" / "command"
+    commands.mkdir(parents=True)
     (tmp_path / "setuptools" / "__init__.py").write_text(
-        "__version__ = '65.5.0'\nCommand = object\n"
-        "Extension = lambda name, **settings: name\n"
+        "__version__ = '65.5.0'\nCommand = object\nExtension = lambda name, **settings: name\n"
         "setup = lambda **settings: print(settings['license'])\n"
     )
     for name in ("build_ext", "build_py"):
-        (tmp_path / "setuptools" / "command" / f"{name}.py").write_text(f"class {name}: pass\n")
+        (commands / f"{name}.py").write_text(f"class {name}: pass\n")
     done = setup_py("build_ext", PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "Apache-2.0\n"), done.stderr
     project = (ROOT / "pyproject.toml").read_text().split("[project]")[1].split("\n[")[0]
@@ -193,8 +193,7 @@ assert ".cpp" not in info
 with pytest.raises(ValueError, match=r"expected targets in \\[0, 5\\) .* got targets\\[1\\]=5"):
     fastpar.kernels.cross_entropy(torch.zeros(3, 5), torch.tensor([-100, 5, 0]))
 
-from fastpar.settings.model import GPTConfig
-config = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=32, dropout=0.1)
+config = fastpar.GPTConfig(1, 2, 16, 8, 32, dropout=0.1)
 model = fastpar.parallelize(fastpar.GPT(config), fastpar.Mesh(), zero_stage=2)
 optimizer = fastpar.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
 x = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(1))
