@@ -244,8 +244,8 @@ ENDLESS = ("--max-steps=1000000", "--out=r", f"--timeout={TIMEOUT_S}s", "--batch
 GLOO, SHM = ("--transport=torch",), ("--transport=shm",)
 
 
-def said_by(rank, logs="logs"):
-    return "".join(p.read_text() for p in Path(logs).glob(f"*/attempt_0/{rank}/stderr.log"))
+def said_by(rank):
+    return "".join(p.read_text() for p in Path("logs").glob(f"*/attempt_0/{rank}/stderr.log"))
 
 
 NAMED = (

@@ -150,8 +150,8 @@ def two(tmp_path, monkeypatch):
         nodes.__exit__()
 
 
-def steps(run="r"):
-    file = Path(run, "metrics.jsonl")
+def steps():
+    file = Path("r/metrics.jsonl")
     return max((row["step"] for row in read_metrics(file)), default=0) if file.exists() else 0
 
 

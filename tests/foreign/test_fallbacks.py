@@ -29,8 +29,8 @@ transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev
 both = pytest.mark.parametrize("name", BOTH)
 
 
-def evaluated(size="D40", **options):
-    return pair(lambda: gpt2(size, **options).eval())
+def evaluated(**options):
+    return pair(lambda: gpt2(**options).eval())
 
 
 def padding(dropped=5):

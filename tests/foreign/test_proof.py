@@ -269,10 +269,10 @@ def test_each_layer_is_looked_at_with_its_own_buffers(name):
     assert_equal_calls(ours, theirs)
 
 
-def places_of(kind, p=0.3):
+def places_of(kind):
     """Sizes and rates of what torch drops in one call."""
-    attn = kind(p).double()
-    return sorted(run(attn.train(), torch.randn(2, 7, WIDTH, dtype=torch.float64))[2].seen)
+    attn = kind(0.3).double().train()
+    return sorted(run(attn, torch.randn(2, 7, WIDTH, dtype=torch.float64))[2].seen)
 
 
 def test_dropout_stays_where_it_is():

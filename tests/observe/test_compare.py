@@ -1,10 +1,12 @@
 """`fastpar compare`: constructed runs, their statistics, what counts as rounding, the table, claims
 and pictures; what the command decides and refuses, one rank of a run, real comparisons."""
 
+import itertools
 import json
 import sys
 from collections import Counter
 from dataclasses import asdict
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -75,12 +77,9 @@ def repeats(name, *step_s, **more):
     return [make_run(name, n + 1, step_s=s, **more) for n, s in enumerate(step_s)]
 
 
-def orders(*nudges):
-    """Runs of `single` with their sums in other orders."""
-    return [
-        make_run("single", nudge=nudge, yardstick=True, micro_batch_size=1 + at)
-        for at, nudge in enumerate(nudges)
-    ]
+def other_order(nudge=0.0):
+    """A run of `single` with its sums in another order."""
+    return make_run("single", nudge=nudge, yardstick=True, micro_batch_size=1)
 
 
 def make_comparison(*runs, skipped=None, complete=True, **settings):
@@ -109,10 +108,9 @@ def some(*others, **more):
     """Two repeats of five strategies, each a little slower and in need of less memory."""
     runs = [
         make_run(name, n + 1, step_s=0.1 + 0.01 * (n + at), memory=(60 - at) * 1e6, nudge=1e-6 * at)
-        for n in range(2)
-        for at, name in enumerate(NAMES)
+        for n, (at, name) in itertools.product(range(2), enumerate(NAMES))
     ]
-    return make_comparison(*runs, *others, *orders(1e-6), **more)
+    return make_comparison(*runs, *others, other_order(1e-6), **more)
 
 
 def test_numbers_are_medians_with_their_range_and_untimed_steps_do_not_count():
@@ -132,13 +130,13 @@ def test_numbers_are_medians_with_their_range_and_untimed_steps_do_not_count():
         both = make_comparison(counted, make_run("zero1", **other))
         assert both.memory_mb(counted) == mb
         assert label in both.memory_label
-    found = make_comparison(make_run("single"), FAILED, *orders(1e-6))
+    found = make_comparison(make_run("single"), FAILED, other_order(1e-6))
     assert (found.names, len(found.of("single")), len(found.orders)) == (["single"], 1, 2)
     assert found.failed == {"hsdp": FAILED.error}
 
 
 def test_the_yardstick_grows_and_has_a_floor():
-    single, other = make_run("single"), make_run("single", yardstick=True, micro_batch_size=1)
+    single, other = make_run("single"), other_order()
     other.losses = [loss + (1e-4 if at == 3 else 0.0) for at, loss in enumerate(LOSSES)]
     found = make_comparison(single, make_run("dp"), other)
     np.testing.assert_allclose(yardstick(found), [0] * 3 + [1e-4] * 7, rtol=1e-6)
@@ -148,7 +146,7 @@ def test_the_yardstick_grows_and_has_a_floor():
 
 @pytest.mark.parametrize(("nudge", "beyond"), [(3.9e-5, None), (4.1e-5, (1, "zero2"))])
 def test_losses_apart_by_more_than_rounding_are_found_and_said(nudge, beyond):
-    runs = [make_run("single"), make_run("dp"), make_run("zero2", nudge=nudge), *orders(1e-5)]
+    runs = [make_run("single"), make_run("dp"), make_run("zero2", nudge=nudge), other_order(1e-5)]
     verdict = judge_losses(make_comparison(*runs))
     assert verdict.difference == pytest.approx(nudge)
     assert (verdict.high, verdict.beyond, verdict.orders) == ("zero2", beyond, 2)
@@ -167,7 +165,7 @@ def test_the_largest_difference_is_between_two_strategies():
         assert (verdict.high, verdict.low) == (high, low)
         assert verdict.yardstick is verdict.beyond is None
     assert judge_losses(make_comparison(make_run("dp"))) is None
-    runs = [make_run("single"), make_run("dp"), make_run("dp", 2, nudge=1.0), *orders(1e-5)]
+    runs = [make_run("single"), make_run("dp"), make_run("dp", 2, nudge=1.0), other_order(1e-5)]
     assert judge_losses(make_comparison(*runs)).beyond == (1, "dp")
 
 
@@ -380,13 +378,13 @@ def test_lengths_of_runs(text):
     assert "6 runs of 21 steps, 2 of them single with sums in another" in said
 
 
-def spec_of(data, micro_batch_size=2, grad_accum_steps=2, shape=SHAPE, run=None, **more):
+def spec_of(data, micro_batch_size=2, grad_accum_steps=2, run=None, **more):
     """Five steps in one process, the first two untimed."""
-    settings = {"shape": shape, "block_size": shape["block_size"], "batch_size": 4, "lr": 1e-2,
-                "optimizer": "adamw", "muon_lr": 0.02, "epochs": 1, "epoch_steps": 5,
-                "untimed_steps": 2, "seed": 7, "device": "cpu", "experts": {}}  # fmt: skip
+    settings = {"shape": SHAPE, "block_size": 16, "batch_size": 4, "lr": 1e-2, "muon_lr": 0.02,
+                "optimizer": "adamw", "epochs": 1, "epoch_steps": 5, "untimed_steps": 2,
+                "seed": 7, "device": "cpu", "experts": {}}  # fmt: skip
     made = Run(SINGLE, 1, 1, 1, micro_batch_size, grad_accum_steps, **(run or {}))
-    return {**settings, **more}, made, TextSettings(data, "bytes" if shape is SHAPE else "auto")
+    return {**settings, **more}, made, TextSettings(data, "bytes")
 
 
 def train(spec, said=lambda *words: None):
@@ -499,17 +497,28 @@ def test_ranks_are_quiet_and_one_that_fails_says_why(text, capfd):
     assert caught.value.reason.startswith("ValueError: build: expected 4, 6, 8, ... ranks")
 
 
-def fake_measure(monkeypatch, failing=(), interrupted_at=None):
-    """Runs are made up; those of some strategies fail, and one is interrupted."""
-    count = 0
+NO_ROOM = RankFailed(1, "RuntimeError: no room")
+
+
+@pytest.mark.parametrize(
+    ("names", "errors", "status", "measured", "said"),
+    [
+        ("single,ddp,dp", {"ddp": NO_ROOM}, 1, ["single", "dp"],
+         "ddp: failed: rank 1: RuntimeError: no room"),
+        ("dp", {"dp": NO_ROOM, "single": NO_ROOM}, 1, [], "nothing was measured"),
+        ("single,ddp,dp", {"dp": KeyboardInterrupt()}, 130, ["single", "ddp"],
+         "stopped before all runs were done"),
+    ],
+)  # fmt: skip
+def test_what_ends_a_comparison_early(
+    arguments, tmp_path, capfd, monkeypatch, names, errors, status, measured, said
+):
+    """One that fails ends no other, and an interrupt keeps what was measured. Without --out the
+    first free folder is taken."""
 
     def measure(settings, run, text, on_step):
-        nonlocal count
-        count += 1
-        if count == interrupted_at:
-            raise KeyboardInterrupt
-        if run.strategy in failing:
-            raise RankFailed(1, "RuntimeError: no room")
+        if run.strategy in errors:
+            raise errors[run.strategy]
         on_step(1, 5.0, 0.1)
         steps = settings["epochs"] * settings["epoch_steps"]
         run.step_s, run.losses, run.grad_norms = [0.1] * steps, [5.0] * steps, [1.0] * steps
@@ -517,32 +526,13 @@ def fake_measure(monkeypatch, failing=(), interrupted_at=None):
 
     monkeypatch.setattr(compare, "measure", measure)
     monkeypatch.setattr(compare, "draw_all", lambda comparison, folder: None)  # tested by itself
-
-
-@pytest.mark.parametrize(
-    ("how", "names", "status", "measured", "said"),
-    [
-        ({"failing": ("ddp",)}, "single,ddp,dp", 1, ["single", "dp"],
-         "ddp: failed: rank 1: RuntimeError: no room"),
-        ({"failing": ("dp", "single")}, "dp", 1, [], "nothing was measured"),
-        ({"interrupted_at": 3}, "single,ddp,dp", 130, ["single", "ddp"],
-         "stopped before all runs were done"),
-    ],
-)  # fmt: skip
-def test_what_ends_a_comparison_early(
-    arguments, tmp_path, capfd, monkeypatch, how, names, status, measured, said
-):
-    """One that fails ends no other, and an interrupt keeps what was measured. Without --out the
-    first free folder is taken."""
-    fake_measure(monkeypatch, **how)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/compare").mkdir(parents=True)
     assert cli.main([*arguments[:-2], "--strategies", names]) == status
     assert said in capfd.readouterr().out
     out = tmp_path / "runs/compare-2"
     found = read(out / RESULTS)
-    assert found.names == measured
-    assert found.complete == (status == 1)
+    assert (found.names, found.complete) == (measured, status == 1)
     if measured:
         said = "stopped before its first run" if status == 130 else "failed: rank 1: RuntimeError: "
         assert said in (out / "table.md").read_text()
@@ -554,12 +544,9 @@ def test_a_report_is_made_again_from_its_results(tmp_path, monkeypatch, capfd):
     """Also without pictures."""
     found = make_comparison(make_run("dp"), epochs=1, epoch_steps=10)
     found.save(tmp_path / RESULTS)
-
-    def missing(*given):
-        assert given == (found, tmp_path)
-        raise ImportError("draw_all: expected matplotlib, got none")
-
-    monkeypatch.setattr(compare, "draw_all", missing)
+    draw = mock.Mock(side_effect=ImportError("draw_all: expected matplotlib, got none"))
+    monkeypatch.setattr(compare, "draw_all", draw)
     compare.write_report(read(tmp_path / RESULTS), tmp_path)
+    draw.assert_called_once_with(found, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {RESULTS, "table.md"}
     assert "no pictures: draw_all: expected matplotlib" in capfd.readouterr().out

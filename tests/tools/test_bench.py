@@ -1,7 +1,6 @@
 """Benches: the gate refuses what is wrong, rows outlive what dies, each runs, and the report."""
 
 import importlib
-import itertools
 import json
 import os
 import re
@@ -23,7 +22,6 @@ from bench.peers.published import TOLERANCE, predict, published, table
 from bench.records import RESULTS, ResultFile, Row, load, machine
 from bench.report import report
 from bench.systems import links, steps
-from bench.systems.study import STUDIES
 from fastpar.comm.ranks import RankFailed
 from fastpar.doctor.table import VERSION
 from fastpar.doctor.trial import CpuClock
@@ -176,32 +174,6 @@ def test_a_quick_run_has_rows_that_no_gate_refuses(name, tmp_path, monkeypatch):
     red = {row.variant: row.refused for row in rows if row.refused}
     assert all(MISSING.search(why) for why in red.values()), red
     assert any(row.variant.startswith("fastpar") for row in rows) or red
-
-
-SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 256}
-TINY = {"shape": SHAPE, "validated": 4}
-PROGRAMS = [
-    "tune attention_bits --compile 90",
-    "study wires int8 --seeds 1 --steps-divided-by 100 --into {}",
-    "study muon 2 --steps-divided-by 3 --into {}",
-    "matrix table --into {}",
-    "red_rows --way ZeRO-2 --into {}",
-    "grid --into {}",
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", PROGRAMS)
-def test_the_other_programs_run(words, tmp_path, monkeypatch, capsys):
-    for study, (each, small) in itertools.product(("wires", "muon"), TINY.items()):
-        monkeypatch.setitem(STUDIES[study].common, each, small)
-    for path in (*RESULTS.glob("matrix/*.json"), *RESULTS.glob("grid/*.json")):
-        (tmp_path / path.name).write_text(path.read_text())
-    for _ in range(1 + words.startswith("study")):  # the second time it is there
-        assert door.main(words.format(tmp_path).split()) == 0, capsys.readouterr().out
-    for path in tmp_path.rglob("muon/rows.jsonl"):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        assert all(row["sent_bytes"] == row["formula_bytes"] != [0, 0] for row in rows)
 
 
 # The door
