@@ -83,30 +83,20 @@ def test_operations_under_way():
     assert found == [[3.0 * i + 3 for i in range(12)]] * 3
 
 
-def of(dtype):
-    return torch.ones(10, dtype=dtype)
+UNLIKE = [  # the call of each rank, and what is named
+    (lambda c: c.all_reduce(torch.ones(10 + c.rank)), "all_reduce of 11 elements"),
+    (lambda c: c.all_reduce(torch.ones(10, dtype=(torch.float32, torch.float64)[c.rank])),
+     "(float64, option 0, tag 0) on rank 1"),
+    (lambda c: c.broadcast(torch.ones(10, dtype=(torch.float32, torch.int32)[c.rank]), 0),
+     "(int32, option 0, tag 0) on rank 1"),
+    (lambda c: c.all_gather(torch.empty(20), torch.ones(10), tag=7 + c.rank),
+     "all_gather of 10 elements (float32, option 0, tag 8) on rank 1"),
+    (lambda c: c.barrier(tag=-c.rank), "tag -1) on rank 1"),
+    (lambda c: c.all_reduce(torch.ones(10)) if c.rank else c.barrier(), "barrier of 0"),
+]  # fmt: skip
 
 
-UNLIKE = {  # the call of each rank, and what is named
-    "sizes": (lambda c: c.all_reduce(torch.ones(10 + c.rank)), "all_reduce of 11 elements"),
-    "dtypes": (
-        lambda c: c.all_reduce(of((torch.float32, torch.float64)[c.rank])),
-        "(float64, option 0, tag 0) on rank 1",
-    ),
-    "moved dtypes": (  # of one size
-        lambda c: c.broadcast(of((torch.float32, torch.int32)[c.rank]), 0),
-        "(int32, option 0, tag 0) on rank 1",
-    ),
-    "tags": (
-        lambda c: c.all_gather(torch.empty(20), torch.ones(10), tag=7 + c.rank),
-        "all_gather of 10 elements (float32, option 0, tag 8) on rank 1",
-    ),
-    "tags of barriers": (lambda c: c.barrier(tag=-c.rank), "tag -1) on rank 1"),
-    "calls": (lambda c: c.all_reduce(torch.ones(10)) if c.rank else c.barrier(), "barrier of 0"),
-}
-
-
-@sweep(["call", "named"], UNLIKE.values())
+@sweep(["call", "named"], UNLIKE)
 def test_unlike_calls_are_errors_on_every_rank(call, named):
     def rank():
         c, said = make(), []

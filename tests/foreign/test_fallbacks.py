@@ -69,49 +69,34 @@ def named_as_theirs(*args, **kwargs):
 
 
 named_as_theirs.__name__ = "ForCausalLMLoss"
-FORWARD = {"use_cache": False}
+FORWARD, LABELS = {"use_cache": False}, {"labels": ids_for()}
 RATES = "a dropout rate of 1, or of 1/512 and less"
 ACTIVATION = "hooks on the activation, or a replaced"
 DOCUMENTS = torch.cat((torch.arange(9), torch.arange(14))).expand(2, -1)
 # the model, what is done to both, the call, whose calls and why, how many of them
-CALLS = {
-    "padding": (gpt2, None, {"attention_mask": padding()}, "GPT2Attention: attention_mask", 2),
-    "documents": (
-        gpt2, None, {"position_ids": DOCUMENTS, **FORWARD}, "GPT2Attention: attention_mask", 2,
-    ),
-    "encoder": (
-        lambda: gpt2(add_cross_attention=True), None,
-        {"encoder_hidden_states": torch.ones(2, 5, 80), **FORWARD},
-        "GPT2Block: encoder_hidden_states", 2,
-    ),
-    "attentions": (
-        lambda: gpt2(attn="eager"), None, {"output_attentions": True},
-        "GPT2Attention: output_attentions=True", 2,
-    ),
-    "all dropped": (lambda: gpt2(attn_pdrop=1.0), None, {}, f"GPT2Attention: {RATES}", 2),
-    "hardly dropped": (lambda: gpt2(attn_pdrop=1e-4), None, {}, f"GPT2Attention: {RATES}", 2),
-    **{
-        name: (gpt2, told(**{name: value}), FORWARD, f"GPT2Attention: {reason}", 2)
-        for name, value, reason in (
-            ("reorder_and_upcast_attn", True, "reorder_and_upcast_attn"),
-            ("is_causal", False, "is_causal=False"),
-            ("implementation", "fastpar_test", "attn_implementation=fastpar_test"),
-        )
-    },
-    "SiLU": (gpt2, with_silu, {}, f"GPT2MLP: {ACTIVATION}", 1),
-    "SiLU of nanoGPT": (nano, with_silu, {}, f"FeedForward: {ACTIVATION}", 1),
-    **{
-        f"loss {type(loss).__name__}": (
-            gpt2, lambda model, loss=loss: setattr(model, "loss_function", loss),
-            {"labels": ids_for()}, "GPT2LMHeadModel: another loss_function", 1,
-        )
+CALLS = [
+    (gpt2, None, {"attention_mask": padding()}, "GPT2Attention: attention_mask", 2),
+    (gpt2, None, {"position_ids": DOCUMENTS, **FORWARD}, "GPT2Attention: attention_mask", 2),
+    (lambda: gpt2(add_cross_attention=True), None,
+     {"encoder_hidden_states": torch.ones(2, 5, 80), **FORWARD},
+     "GPT2Block: encoder_hidden_states", 2),
+    (lambda: gpt2(attn="eager"), None, {"output_attentions": True},
+     "GPT2Attention: output_attentions=True", 2),
+    (lambda: gpt2(attn_pdrop=1.0), None, {}, f"GPT2Attention: {RATES}", 2),
+    (lambda: gpt2(attn_pdrop=1e-4), None, {}, f"GPT2Attention: {RATES}", 2),
+    (gpt2, told(reorder_and_upcast_attn=True), FORWARD, "GPT2Attention: reorder_and_upcast", 2),
+    (gpt2, told(is_causal=False), FORWARD, "GPT2Attention: is_causal=False", 2),
+    (gpt2, told(implementation="fastpar_test"), FORWARD, "GPT2Attention: attn_implementation=f", 2),
+    (gpt2, with_silu, {}, f"GPT2MLP: {ACTIVATION}", 1),
+    (nano, with_silu, {}, f"FeedForward: {ACTIVATION}", 1),
+    *(
+        (gpt2, lambda model, loss=loss: setattr(model, "loss_function", loss), LABELS,
+         "GPT2LMHeadModel: another loss_function", 1)
         for loss in (functools.partial(loss_of, factor=0.5), Loss(), named_as_theirs)
-    },
-    "a hook on lm_head": (
-        gpt2, lambda model: model.lm_head.register_forward_hook(lambda *_: None) and None,
-        {"labels": ids_for()}, "GPT2LMHeadModel: hooks on or a replaced lm_h", 1,
     ),
-}  # fmt: skip
+    (gpt2, lambda model: model.lm_head.register_forward_hook(lambda *_: None) and None, LABELS,
+     "GPT2LMHeadModel: hooks on or a replaced lm_h", 1),
+]  # fmt: skip
 
 
 def tensors_of(output):
@@ -122,8 +107,8 @@ def tensors_of(output):
     return [x for x in found if x is not None]
 
 
-@pytest.mark.parametrize("case", CALLS)
-def test_calls_that_fall_back(case):
+@pytest.mark.parametrize(("make", "edit", "given", "reason", "times"), CALLS)
+def test_calls_that_fall_back(make, edit, given, reason, times):
     """They give the stock result, warn once per reason and are counted."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -132,7 +117,6 @@ def test_calls_that_fall_back(case):
         return sdpa_attention_forward(*args, **kwargs)
 
     transformers.AttentionInterface.register("fastpar_test", attend)
-    make, edit, given, reason, times = CALLS[case]
     theirs, ours, report = pair(make, patched={"fused_loss": "labels" in given})
     for model in (theirs, ours) if edit else ():
         edit(model)

@@ -218,57 +218,35 @@ def on_meta():
 
 OTHER = "computes something else than its parts' names suggest"
 HEADS = "heads of 257 elements, the kernels support 1 to 256"
-LEFT = {
-    "a part more": (
-        lambda: with_part(SelfAttention, other=nn.Linear(24, 24)),
-        "SelfAttention", "has a part of unknown use: other", ["model"],
-    ),
-    "a dropout more": (
-        lambda: with_part(FeedForward, other=nn.Dropout(0.2)),
-        "FeedForward", "more than one dropout, in unknown positions: dropout, other", ["model"],
-    ),
-    "narrow": (
-        lambda: with_part(SelfAttention, c_attn=nn.Linear(24, 40)),
-        "SelfAttention", "c_attn maps 24 to 40, not to q, k and v of 24 each", ["model"],
-    ),
-    "ReLU": (
-        lambda: gpt2(activation_function="relu"),
-        "GPT2MLP", f"its act (ReLU) is not GELU, or {OTHER}",
-        ["transformer.h.0.mlp", "transformer.h.1.mlp"],
-    ),
-    "wide heads": (lambda: SelfAttention(257, 1), "SelfAttention", HEADS, ["model"]),
-    "wide heads of transformers": (
-        lambda: gpt2(n_embd=514, n_head=2),
-        "GPT2Attention", HEADS, ["transformer.h.0.attn", "transformer.h.1.attn"],
-    ),
-    "meta": (
-        on_meta, "SelfAttention", "is on the meta device: load its weights first",
-        ["transformer.h.0.attn", "transformer.h.1.attn"],
-    ),
-    "another forward": (
-        replaced_forward,
-        "GPT2Attention", "its forward was replaced", ["transformer.h.0.attn"],
-    ),
-    "a block of what was left": (
-        replaced_forward, "GPT2Block", "its attention was left unchanged", ["transformer.h.0"],
-    ),
-    "cross-attention": (
-        lambda: gpt2(add_cross_attention=True),
-        "GPT2Attention", "cross-attention has no kernel",
-        ["transformer.h.0.crossattention", "transformer.h.1.crossattention"],
-    ),
-}  # fmt: skip
+LEFT = [  # the model, the class that is left, why, where
+    (lambda: with_part(SelfAttention, other=nn.Linear(24, 24)),
+     "SelfAttention", "has a part of unknown use: other", "model"),
+    (lambda: with_part(FeedForward, other=nn.Dropout(0.2)),
+     "FeedForward", "more than one dropout, in unknown positions: dropout, other", "model"),
+    (lambda: with_part(SelfAttention, c_attn=nn.Linear(24, 40)),
+     "SelfAttention", "c_attn maps 24 to 40, not to q, k and v of 24 each", "model"),
+    (lambda: gpt2(activation_function="relu"),
+     "GPT2MLP", f"its act (ReLU) is not GELU, or {OTHER}", "h.0.mlp h.1.mlp"),
+    (lambda: SelfAttention(257, 1), "SelfAttention", HEADS, "model"),
+    (lambda: gpt2(n_embd=514, n_head=2), "GPT2Attention", HEADS, "h.0.attn h.1.attn"),
+    (on_meta, "SelfAttention", "is on the meta device: load its weights first",
+     "h.0.attn h.1.attn"),
+    (replaced_forward, "GPT2Attention", "its forward was replaced", "h.0.attn"),
+    (replaced_forward, "GPT2Block", "its attention was left unchanged", "h.0"),
+    (lambda: gpt2(add_cross_attention=True),
+     "GPT2Attention", "cross-attention has no kernel", "h.0.crossattention h.1.crossattention"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", LEFT)
-def test_what_is_left(case):
-    make, kind, reason, names = LEFT[case]
+@pytest.mark.parametrize(("make", "kind", "reason", "where"), LEFT)
+def test_what_is_left(make, kind, reason, where):
     model = make()
     theirs = copy.deepcopy(model)
+    names = [name if name == "model" else f"transformer.{name}" for name in where.split()]
     assert fastpar.patch(model).left[kind, reason] == names
-    if hasattr(model, "transformer") and case != "meta":
+    if hasattr(model, "transformer") and make is not on_meta:
         assert_same_logits(model, theirs)
-    elif case == "wide heads":
+    elif reason == HEADS:
         x = torch.randn(1, 3, 257)
         torch.testing.assert_close(model(x), theirs(x))
 
