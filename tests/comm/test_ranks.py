@@ -91,9 +91,8 @@ def sleep_on_rank_1(seconds):
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "hangs_s"), [("threads", 2), ("gloo", 600)])
 def test_a_rank_that_hangs_is_named(backend, hangs_s):
-    """Threads cannot be killed: that one ends by itself. Of processes the time counts from the
-    call: until then they import what is called, and make a group if they are told to. So it is
-    what a call without a hang takes here, twice."""
+    """Threads cannot be killed: that one ends by itself. Processes also import what is called within
+    the time: it is twice what a call without a hang takes here."""
     init, timeout_s = backend == "threads", 1
     if backend == "gloo":
         began = time.monotonic()

@@ -151,7 +151,7 @@ def test_who_is_waited_for_is_named(ranks, scene, monkeypatch):
 
 
 def test_one_that_has_left_after_a_restart(ranks):
-    """The ranks after it share the store, and are told nothing by what is left there."""
+    """Later ranks share the store and ignore what is left there."""
     two = ranks(2)
     for rank in (0, 1):
         two.start(rank, a_long_computation, 1, "all_reduce")

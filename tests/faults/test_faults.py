@@ -166,7 +166,7 @@ def renewed(launcher, old):
 
 
 def test_a_hanging_and_a_killed_rank_cost_at_most_a_save_interval(whole, start):
-    """Both are told, with their causes. The first leads to a restart; after the second, for which
+    """The launcher names both causes. The first leads to a restart; after the second, for which
     none is left, the run goes on from its folder."""
     more = ("--nproc=2", "--max-restarts=1", "--out=r", "--timeout=4s")
     launcher = start(*FASTPAR, *TRAIN, *LENGTH, *more)
@@ -349,7 +349,6 @@ def test_a_script_is_one_and_has_no_option_that_we_do_not_know(name, capsys):
 
 
 def test_the_manifest_is_one_of_a_pytorchjob():
-    """Its command is torchrun's and ours, and all pods see the run's folder."""
     spec = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text())
     assert (spec["kind"], spec["apiVersion"]) == ("PyTorchJob", "kubeflow.org/v1")
     worker = spec["spec"]["pytorchReplicaSpecs"]["Worker"]

@@ -51,7 +51,6 @@ def refuse():
 
 @pytest.mark.parametrize(("again", "every"), [(True, 5), slow(True, 1), slow(False, 1)])
 def test_a_save_that_fails_at_any_operation(tmp_path, monkeypatch, again, every):
-    """Every operation of a save, one after another: the newest checkpoint is whole, and loads."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # counted, but not waited for
     model, optimizer = trained(1)
     base, known = tmp_path / "base", {}

@@ -228,7 +228,6 @@ def test_eager_attention_called_alone():
 
 @both
 def test_hooks_run_in_a_patched_model(name):
-    """Each part's hook runs as often as without the patch and sees the same values."""
     theirs, ours, _ = pair(MODELS[name])
     seen = []
     for part, _ in theirs.transformer.h.named_modules():

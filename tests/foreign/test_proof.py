@@ -240,7 +240,6 @@ def test_numbers_that_another_thread_draws_do_not_count(name):
 
 @sweep("name", ["temperature", "mask"])
 def test_each_layer_is_looked_at_with_its_own_buffers(name):
-    """The first layer is what it looks like, the second has a temperature or a mask of its own."""
     theirs = with_attention(Tempered, Tempered).double()
     attn = theirs.transformer.h[1].attn
     if name == "mask":
@@ -259,7 +258,6 @@ def places_of(kind):
 
 
 def test_dropout_stays_where_it_is():
-    """The rates that a patched attention uses are those that its own forward applies."""
     probs, resid = 2 * HEADS * 7 * 7, 2 * 7 * WIDTH
     assert places_of(Attention) == [(probs, 0.3), (resid, 0.3)]
     for kind in (Attention, UnusualRate, OutputRate):

@@ -226,7 +226,7 @@ def test_the_same_masks_as_one_process():
 
 
 def test_ranks_that_would_draw_other_masks_are_refused(monkeypatch):
-    """Ranks are threads here, which share a generator: one is told another state."""
+    """Ranks are threads here, which share a generator: one sees another state."""
     state, seeds = torch.get_rng_state, threading.local()
     monkeypatch.setattr(torch, "get_rng_state", lambda: state() + getattr(seeds, "other", 0))
     models = {"tp": hf(embd_pdrop=0.1), "cp": patched(hf(n_positions=13, dropout=0.1))}

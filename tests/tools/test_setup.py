@@ -95,7 +95,6 @@ def test_where_a_build_looks_for_nvcc(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_nvcc_compiles_for_a_torch_with_cuda_only(tmp_path):
-    """What setup.py would build beside a fake nvcc and a fake torch."""
     shutil.copy(ROOT / "setup.py", tmp_path)
     put(tmp_path / "toolkit")
     for name in ("csrc", "torch"):
@@ -149,7 +148,6 @@ esac
 
 
 def test_the_builds_of_torch_in_their_order(tmp_path):
-    """Which one .ci/torch asks pip for, and what it says."""
     for name, text in (("pip", FAKE_PIP), ("nvidia-smi", "#!/bin/sh\nexit $NO_GPU\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
