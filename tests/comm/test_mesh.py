@@ -236,15 +236,15 @@ def start_over(rank, first):
 
 @pytest.mark.slow
 def test_a_store_that_was_used_before(capfd):
-    """torchrun's store is so after a restart: nobody meets a rank of the start before."""
+    """torchrun's store is so after a restart: no rank finds one of the start before."""
     store, names = make_store(), []
     for start, world_size in enumerate((2, 3)):
         with Ranks(
             world_size, place=lambda rank, command: (command, {"MASTER_PORT": str(store.port)})
         ) as ranks:
-            told = ranks.call(start_over, start == 0)
-        assert all(one == told[0] for one in told)
-        names.append(told[0][0])
+            found = ranks.call(start_over, start == 0)
+        assert all(one == found[0] for one in found)
+        names.append(found[0][0])
     assert names[0] != names[1]
     assert "failed to connect" not in capfd.readouterr().err
 

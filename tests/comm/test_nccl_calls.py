@@ -125,8 +125,8 @@ def test_the_default_group_has_gloo_for_objects_and_those_beside_it_nccl_alone(n
     gpu, cpu = torch.device("cuda", 3), torch.device("cpu")
     for device, backend, bound in [(gpu, "cpu:gloo,cuda:nccl", gpu), (cpu, "gloo", None)]:
         initialize(0, 2, device, 30.0)
-        told, options = made.pop()
-        assert (told, options["device_id"]) == (backend, bound)
+        named, options = made.pop()
+        assert (named, options["device_id"]) == (backend, bound)
 
 
 def test_16_bits_other_backends_and_deterministic_sums(nccl):

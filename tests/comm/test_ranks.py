@@ -91,8 +91,8 @@ def sleep_on_rank_1(seconds):
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "hangs_s"), [("threads", 2), ("gloo", 600)])
 def test_a_rank_that_hangs_is_named(backend, hangs_s):
-    """Threads cannot be killed: that one ends by itself. Processes also import what is called within
-    the time: it is twice what a call without a hang takes here."""
+    """Threads cannot be killed: that one ends by itself. The time of processes includes their
+    imports: it is twice what a call without a hang takes here."""
     init, timeout_s = backend == "threads", 1
     if backend == "gloo":
         began = time.monotonic()

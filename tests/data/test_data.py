@@ -57,7 +57,7 @@ def test_the_order_is_well_mixed():
 @given(
     n_tokens=st.integers(2, 600), block_size=st.integers(1, 40), seed=seeds, epoch=st.integers(0, 9)
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_no_token_is_input_twice_in_an_epoch(n_tokens, block_size, seed, epoch):
     assume(n_tokens > block_size)
     tokens = numbers(n_tokens)
@@ -77,7 +77,7 @@ def test_no_token_is_input_twice_in_an_epoch(n_tokens, block_size, seed, epoch):
     micro_batch=st.integers(1, 4),
     step=st.integers(0, 50),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_step_is_the_same_for_any_cut(ranks, accumulation, micro_batch, step):
     """Steps span epochs of 24 or 25 windows, and any sample alone is that of the series."""
     tokens = numbers(100)
@@ -141,7 +141,6 @@ def test_batches_reach_the_gpu():
     n_batches=st.none() | st.integers(0, 30),
     world_size=st.integers(1, 4),
 )
-@settings(max_examples=100, deadline=None)
 def test_eval_batches_read_on_from_the_start(n_tokens, batch_size, n_batches, world_size):
     tokens = numbers(n_tokens)
     options = {"batch_size": batch_size, "block_size": 4, "n_batches": n_batches}

@@ -164,7 +164,7 @@ _spaced = st.lists(
 
 @given(text=_spaced, size=st.integers(1, 40))
 @example(text="ab\n\ncd  ef \n gh", size=1)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_pieces_tokenize_as_the_whole(gpt2, text, size):
     parts = list(sources.pieces(text.encode(), size))
     whole = text.replace("\r\n", "\n")
@@ -241,11 +241,11 @@ def test_bare_ids_of_other_widths(tmp_path):
     """Read as 16 bits, every second id is the upper half of the one before it."""
     file = tmp_path / "train.bin"
     ids = (7919 * np.arange(1, 101)) % 50257
-    for dtype, told in (("<u4", 16), ("<i8", 16), ("<i8", 32)):
+    for dtype, bits in (("<u4", 16), ("<i8", 16), ("<i8", 32)):
         for offset in (0, 100_000):  # the upper halves are 0, or small
             (ids + offset).astype(dtype).tofile(file)
-            words = rf"expected {told}-bit token ids, .* {8 * np.dtype(dtype).itemsize}$"
-            refused(file, words, token_bits=told)
+            words = rf"expected {bits}-bit token ids, .* {8 * np.dtype(dtype).itemsize}$"
+            refused(file, words, token_bits=bits)
     few = ([0, 1] * 100, [5, 40, 3, 50])  # a small vocabulary; nothing can be said of four
     for bits, known in (
         (16, ids),
@@ -280,7 +280,6 @@ def test_llmc_shards(tmp_path):
 
 
 @given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any), data=st.data())
-@settings(deadline=None)
 def test_shards_read_as_one_array(sizes, data):
     whole = np.arange(sum(sizes), dtype=np.uint16)
     shards = sources.Shards(np.split(whole, np.cumsum(sizes)[:-1]))
@@ -440,7 +439,7 @@ def same(a, b):
     fraction=st.floats(0.01, 0.9),
     multibyte=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_split_keeps_every_byte_once_and_holds_out_the_fraction(sizes, fraction, multibyte):
     texts = [("\u00e9" if multibyte else "a") * size for size in sizes]
     source = source_of(texts)
