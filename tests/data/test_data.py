@@ -9,7 +9,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_sources import write_shard
 
-from fastpar.data import batches as data_module
 from fastpar.data.batches import (
     TextData,
     eval_batches,
@@ -37,15 +36,11 @@ def starts_of(x):
     return x[:, 0].tolist()
 
 
-def order_of(n, seed, epoch):
-    """Which window comes at each place of an epoch."""
-    keys = data_module._epoch_keys(seed, np.full(n, epoch))[:-1]
-    return data_module._permute(np.arange(n, dtype=np.uint64), n, keys)
-
-
 def test_the_order_is_well_mixed():
-    n = 4096
-    orders = [order_of(n, *of).astype(float) for of in ((0, 0), (0, 1), (1, 0), (2**64 - 1, 7))]
+    n, tokens = 4096, numbers(4097)
+    epochs = ((0, 0), (0, 1), (1, 0), (2**64 - 1, 7))
+    batches = [batch(tokens, e * n, n, seed=seed, block_size=1) for seed, e in epochs]
+    orders = [np.array(starts_of(x), float) for x, _ in batches]
     bound = 5 / n**0.5  # five standard deviations of the correlation of independent orders
     for i, order in enumerate(orders):
         for other in [np.arange(n), *orders[:i]]:
