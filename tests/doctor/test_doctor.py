@@ -546,26 +546,28 @@ def test_one_rank_proves_and_all_have_its_result(monkeypatch):
     assert len(made) == 1
 
 
-def test_ranks_on_different_devices_run_what_both_can(monkeypatch, capsys):
+APART = {"A": Proof(OWN, serves=("flash", OWN)), "B": Proof(OWN, serves=("cudnn", "cudnn"))}
+
+
+@pytest.mark.parametrize(
+    ("case", "proofs", "common", "words"),
+    [
+        (GELU, {"A": Proof(STOCK), "B": Proof(OWN)}, Proof(STOCK), "the ranks' GPUs differ ("),
+        (GELU._replace(op="attention"), APART, Proof(OWN),
+         "the fastest differs by GPU (A: flash / own, B: cudnn / cudnn); all run fastpar's kernel"),
+    ],
+)  # fmt: skip
+def test_ranks_on_different_devices_run_what_both_can(case, proofs, common, words, capsys):
     store = HashStore()
-    proofs = {"slow GPU": Proof(STOCK), "fast GPU": Proof(OWN)}
 
     def rank(kind):
         prover = doctor.Prover(store, proofs)
         prover.proof_here = lambda case: proofs[kind]
         prover.table = lambda device: SimpleNamespace(about={"device": kind})
-        return prover.proof_of(GELU)
+        return prover.proof_of(case)
 
-    assert together(rank, proofs) == [Proof(STOCK)] * 2
-    assert "the ranks' GPUs differ (" in capsys.readouterr().err
-
-
-def test_ranks_whose_fastest_attention_differs_run_fastpars_with_a_message(capsys):
-    case = choice.Case("cuda", "attention", torch.bfloat16, 64)
-    proofs = {"A": Proof(OWN, serves=("flash", OWN)), "B": Proof(OWN, serves=("cudnn", "cudnn"))}
-    assert doctor._common(case, proofs) == Proof(OWN)
-    text = "the fastest differs by GPU (A: flash / own, B: cudnn / cudnn); all run fastpar's kernel"
-    assert text in capsys.readouterr().err
+    assert together(rank, proofs) == [common] * 2
+    assert words in capsys.readouterr().err
 
 
 def test_one_rank_of_a_host_compiles_and_the_others_wait(monkeypatch, capsys):
