@@ -140,7 +140,7 @@ def test_every_setting_has_a_default_and_help():
             if is_dataclass(hint):
                 groups.append(hint)
             else:
-                assert re.search(rf'    {name}: [^\n]+ = [^\n]+\n    """[^"]+', source), name
+                assert re.search(rf'    {name}: [^\n]+ = [^\n]+\n    "{{3}}[^"]+', source), name
 
 
 def test_times():
