@@ -8,8 +8,6 @@ import math
 import pytest
 import torch
 from cells import covering, slow, sweep
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fastpar.kernels import (
     _C,
@@ -62,6 +60,11 @@ def assert_same(got, want):
 # Buckets
 
 
+def assert_all_same(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert_same(a, b)
+
+
 def factor_of(scale, device):
     """(what the op gets, the number)"""
     if scale == "tensor":
@@ -82,27 +85,29 @@ def expected_add(total, x, scale):
 
 
 @sweep("scale", SCALES)
-@sweep("to", DTYPES)
-@sweep("source", DTYPES)
-def test_pack_unpack_accumulate(source, to, scale, device):
+def test_pack_unpack_accumulate_any_mixture_of_types(scale, device):
     given_scale, number = factor_of(scale, device)
-    tensors = [rand(n, source, device) for n in SIZES]
-    tensors[3][:11] = torch.tensor(SPECIAL).to(source)
-    flat = torch.full((sum(SIZES),), torch.nan, dtype=to, device=device)
-    pack_(flat, tensors, scale=given_scale)
-    assert_same(flat, torch.cat([expected_copy(t, to, number) for t in tensors]))
+    kinds = list(itertools.product(DTYPES, DTYPES))
+    pairs = [(n, *kind) for n in SIZES[:-1] for kind in kinds]
+    pairs += zip(itertools.repeat(SIZES[-1]), DTYPES, reversed(DTYPES))
+    tensors = [rand(n, source, device) for n, source, _ in pairs]
+    for t, (n, source, _) in zip(tensors, pairs):
+        if n == 63:
+            t[: len(SPECIAL)] = torch.tensor(SPECIAL).to(source)
+    for to in DTYPES:
+        flat = torch.full((sum(t.numel() for t in tensors),), torch.nan, dtype=to, device=device)
+        pack_(flat, tensors, scale=given_scale)
+        assert_same(flat, torch.cat([expected_copy(t, to, number) for t in tensors]))
 
-    flat = rand(sum(SIZES), source, device)
-    outs = [torch.full((n,), torch.nan, dtype=to, device=device) for n in SIZES]
-    unpack_(outs, flat, scale=given_scale)
-    for out, part in zip(outs, flat.split(SIZES)):
-        assert_same(out, expected_copy(part, to, number))
-
-    totals = [rand(n, to, device) for n in SIZES]
+        flat = rand(flat.numel(), to, device)
+        outs = [torch.full((n,), torch.nan, dtype=to, device=device) for n, _, to in pairs]
+        unpack_(outs, flat, scale=given_scale)
+        for out, part in zip(outs, flat.split([t.numel() for t in tensors])):
+            assert_same(out, expected_copy(part, out.dtype, number))
+    totals = [rand(n, to, device) for n, _, to in pairs]
     want = [expected_add(t, x, number) for t, x in zip(totals, tensors)]
     accumulate_(totals, tensors, scale=given_scale)
-    for got, expected in zip(totals, want):
-        assert_same(got, expected)
+    assert_all_same(totals, want)
 
 
 @sweep("world", [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 515])
@@ -145,21 +150,6 @@ def test_sum_shards_fills_the_bins_of_its_result(out_dtype, device):
     assert norm_from_bins(bins).found_inf == 1
 
 
-@pytest.mark.parametrize("device", ["cpp", "cuda"], indirect=True)
-def test_lists_of_mixed_types_are_one_call(device, monkeypatch):
-    cuda, calls = device != "cpu" or backend.cuda_on_cpu, []
-    module, name = (backend.cuda_kernels, "bucket_copy_cuda") if cuda else (_C, "bucket_copy")
-    run = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *args: calls.append(1) or run(*args))
-    totals = [rand(n, d, device) for n in (5, 300) for d in DTYPES for _ in DTYPES]
-    values = [rand(n, d, device) for n in (5, 300) for _ in DTYPES for d in DTYPES]
-    want = [expected_add(t, x, 0.5) for t, x in zip(totals, values)]
-    accumulate_(totals, values, scale=0.5)
-    for got, expected in zip(totals, want):
-        assert_same(got, expected)
-    assert len(calls) == 1
-
-
 @covering(1, ("to", DTYPES[:2]), ("source", DTYPES[:2]))
 def test_every_offset_and_tail(source, to, device):
     """Offsets 0..63 bytes of source and destination, all tails of 16 elements, nothing outside."""
@@ -192,18 +182,15 @@ def test_strided_tensors(device):
     outs = [torch.zeros(30, 20, device=device).t(), torch.zeros(20, 8, device=device)[:, ::3]]
     flat = rand(660, torch.float32, device)
     unpack_(outs, flat)
-    assert_same(outs[0], flat[:600].view(20, 30))
-    assert_same(outs[1], flat[600:].view(20, 3))
+    assert_all_same(outs, [flat[:600].view(20, 30), flat[600:].view(20, 3)])
 
-    for total in (base.clone().t(), torch.zeros(30, 40, device=device)[:, ::2]):
-        value = rand(600, torch.bfloat16, device).view(30, 20)
-        want = (total + value.float()).cpu()
-        accumulate_([total], [value])
+    value = rand(600, torch.bfloat16, device).view(30, 20)
+    wide = torch.zeros(30, 40, device=device)
+    row = base[0, :20].expand(30, 20)
+    for total, x in ((base.t().clone(), value), (wide[:, ::2], value), (wide[:, 1::2], row)):
+        want = total + x.float()
+        accumulate_([total], [x])
         assert_same(total, want)
-    row = rand(20, torch.float32, device)
-    total = torch.zeros(30, 20, device=device)
-    accumulate_([total], [row.expand(30, 20)])
-    assert_same(total, row.expand(30, 20))
 
 
 def test_in_place(device):
@@ -240,12 +227,19 @@ def test_offsets_leave_gaps_alone_and_nothing_is_something(device):
     assert one.item() == 3
 
 
-def test_long_lists_take_as_few_launches_as_hold_them(cuda_device):
-    """The descriptors of a launch fit its arguments; a longer list is cut, shards are refused."""
-    tensors = list(rand(4500, torch.float32, cuda_device).split(3))
+def test_launches_of_lists(cuda_device, monkeypatch):
+    """A list of any types is one call, its norm two launches. The descriptors of a launch fit its
+    arguments; a longer list is cut, more shards are refused."""
+    module, calls = backend.cuda_kernels, []
+    for name in ("bucket_copy_cuda", "norm_partials_cuda", "norm_finish_cuda"):
+        run = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, r=run, n=name: calls.append(n) or r(*a))
+    tensors = [rand(3, d, cuda_device) for d in DTYPES for _ in range(500)]
     flat = torch.empty(4500, device=cuda_device)
     pack_(flat, tensors)
-    assert_same(flat, torch.cat(tensors))
+    assert_same(flat, torch.cat([t.float() for t in tensors]))
+    global_norm(tensors, max_norm=1.0, loss_scale=torch.ones((), device=cuda_device))
+    assert calls == ["bucket_copy_cuda", "norm_partials_cuda", "norm_finish_cuda"]
     shards, out = [torch.ones(1, device=cuda_device)] * 4088, torch.zeros(1, device=cuda_device)
     sum_shards(shards[1:], out)
     assert out.item() == 4087
@@ -254,7 +248,7 @@ def test_long_lists_take_as_few_launches_as_hold_them(cuda_device):
 
 
 X, LOW, FLAT = torch.ones(4), torch.ones(4).bfloat16(), torch.zeros(8)
-BINS = torch.zeros(NORM_WORDS, dtype=torch.int64)
+WORDS = torch.zeros(NORM_WORDS, dtype=torch.int64)
 REFUSALS = [
     (r"pack_: expected a contiguous flat .* flat=\[2, 4\]", pack_, (FLAT.view(2, 4), [X]), {}),
     (r"unpack_: expected a contiguous flat .* stride=\(2,\)", unpack_, ([X], FLAT[::2]), {}),
@@ -278,7 +272,7 @@ REFUSALS = [
     (r"stride=\(2,\)", sum_shards, ([FLAT[::2]], X), {}),
     ("sum_shards: .* received.0. on meta", sum_shards, ([X.to("meta")], X), {}),
     *(("sum_shards: expected contiguous bins", sum_shards, ([X], LOW.float()), {"bins": bad})
-      for bad in (BINS[1:], BINS.int(), BINS.to("meta"))),
+      for bad in (WORDS[1:], WORDS.int(), WORDS.to("meta"))),
     ("expected at least one shard, got 0", _C.sum_shards, ([], X, 1.0, None, None, 1), {}),
     ("_C: expected shards of 3 contiguous elements of float32", _C.sum_shards,
      ([X[:3], X[:2]], torch.zeros(3), 1.0, None, None, 1), {}),
@@ -327,18 +321,6 @@ def assert_rounded(norm, exact, elements):
     assert norm.dtype == torch.float32
     ulp = max(math.ulp(exact) * 2**29, 2.0**-149)  # of fp32 at this magnitude, or a subnormal's
     assert abs(norm.item() - exact) <= ulp / 2 + exact * (elements * 2.0**-53 + 2.0**-50)
-
-
-@sweep("dtype", DTYPES)
-def test_norms_of_lists_match_the_oracle_and_the_exact_sum(dtype, device):
-    tensors = [rand(n, dtype, device) for n in SIZES]
-    result = global_norm(tensors, max_norm=2.0, loss_scale=8.0)
-    assert all(x.shape == () and x.dtype == torch.float32 for x in result)
-    want = ref.global_norm_ref([t.cpu() for t in tensors], None, 2.0, 8.0)
-    for got, expected in zip(result, want):
-        # The factor inherits the norm's rounding and adds one of its own.
-        assert abs(got.cpu().double() - expected) <= 2.0**-23 * expected
-    assert_rounded(result.norm.cpu(), exact_norm(tensors) / 8, sum(SIZES))
 
 
 RANGES = {
@@ -438,11 +420,9 @@ def test_what_is_not_finite_is_found_anywhere(dtype, bad, device):
 
 def test_a_norm_beyond_fp32_is_an_overflow(device):
     x = torch.full((50,), 3e38).to(device)
-    result = global_norm([x], max_norm=1.0)
+    result, scaled = global_norm([x], max_norm=1.0), global_norm([x], loss_scale=1024.0)
     assert result.norm.isinf()
-    assert result.found_inf.item() == 1
-    scaled = global_norm([x], loss_scale=1024.0)
-    assert scaled.found_inf.item() == 0
+    assert (result.found_inf.item(), scaled.found_inf.item()) == (1, 0)
     assert_rounded(scaled.norm.cpu(), exact_norm([x]) / 1024, 50)
 
 
@@ -457,15 +437,14 @@ def test_what_another_rank_counts(device):
 
 def test_ranks_add_their_bins(device):
     """Uneven shards, one empty; a sum of words is what an all-reduce makes."""
-    tensors = [rand(n, device=device) for n in (5000, 0, 1, 3333)]
-    want = bits(global_norm(tensors, max_norm=0.5, loss_scale=2.0))
-    shards = [tensors[:2], [tensors[2], tensors[3][:100]], [tensors[3][100:]]]
+    x = rand(8334, device=device)
     total = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)
     out = torch.zeros_like(total)
-    for shard in (*shards, []):
+    for shard in (x[:5001].split(5000), [x[5001:]], []):
         total += norm_bins(shard)
         assert norm_bins(shard, out=out) is out
-    assert bits(norm_from_bins(total, max_norm=0.5, loss_scale=2.0)) == want
+    options = {"max_norm": 0.5, "loss_scale": 2.0}
+    assert bits(norm_from_bins(total, **options)) == bits(global_norm([x], **options))
     assert torch.equal(out, total)
 
 
@@ -492,29 +471,22 @@ PAIRS = itertools.product(enumerate(LIMITS), enumerate(LOSS_SCALES))
 
 @sweep(("max_norm", "loss_scale", "eps"),
        [(m, s, [0.0, 1e-6, 5.0][(i + j) % 3]) for (i, m), (j, s) in PAIRS])  # fmt: skip
-def test_factor_of_a_norm(max_norm, loss_scale, eps, device):
-    x = [torch.randn(2000).to(device), torch.randn(30).to(device)]
-    got = global_norm(x, max_norm=max_norm, eps=eps, loss_scale=loss_scale)
+def test_norm_and_factor_of_a_list(max_norm, loss_scale, eps, device):
+    """Of mixed types, against the exact sum and the oracle, whose rounding the factor inherits."""
+    x = [rand(n, dtype, device) for n, dtype in zip(SIZES[3:7], (*DTYPES, torch.float32))]
+    how = {"max_norm": max_norm, "eps": eps}
+    got = global_norm(x, **how, loss_scale=loss_scale)
+    assert all(t.shape == () and t.dtype == torch.float32 for t in got)
     scale = torch.tensor(1.0 if loss_scale is None else loss_scale).item()
     as_tensor = torch.tensor([scale]).to(device)
-    assert bits(global_norm(x, max_norm=max_norm, eps=eps, loss_scale=as_tensor)) == bits(got)
-    bins = norm_bins(x)
-    assert bits(norm_from_bins(bins, max_norm=max_norm, eps=eps, loss_scale=as_tensor)) == bits(got)
-    norm = float(got.norm)
-    assert_rounded(got.norm.cpu(), exact_norm(x) / scale, 2030)
-    factor = 1.0 if max_norm is None else min(1.0, max_norm / (norm + eps))
+    assert bits(global_norm(x, **how, loss_scale=as_tensor)) == bits(got)
+    assert bits(norm_from_bins(norm_bins(x), **how, loss_scale=as_tensor)) == bits(got)
+    assert_rounded(got.norm.cpu(), exact_norm(x) / scale, sum(SIZES[3:7]))
+    exact = ref.global_norm_ref([t.cpu() for t in x], None, max_norm, scale, eps)
+    for value, want in zip(got, exact):
+        assert abs(value.item() - want) <= 2.0**-23 * want
+    factor = 1.0 if max_norm is None else min(1.0, max_norm / (float(got.norm) + eps))
     assert got.grad_scale.item() == torch.tensor(factor / scale, dtype=torch.float64).float().item()
-    assert got.found_inf.item() == 0
-
-
-def test_norm_takes_two_launches(cuda_device, monkeypatch):
-    module, calls = backend.cuda_kernels, []
-    for name in ("norm_partials_cuda", "norm_finish_cuda"):
-        run = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, r=run, n=name: calls.append(n) or r(*a))
-    tensors = [rand(100, d).to(cuda_device) for d in DTYPES for _ in range(300)]
-    global_norm(tensors, max_norm=1.0, loss_scale=torch.ones((), device=cuda_device))
-    assert calls == ["norm_partials_cuda", "norm_finish_cuda"]
 
 
 def test_storage_shapes_and_strides_of_the_same_values_do_not_matter(device):
@@ -556,7 +528,7 @@ def test_every_offset_and_tail_of_a_norm(dtype, device):
         assert sum(n << (52 * b) for b, n in enumerate(units)) == exact << 350
 
 
-XS, WORDS = [torch.ones(3), torch.ones(2)], torch.zeros(NORM_WORDS, dtype=torch.int64)
+XS = [torch.ones(3), torch.ones(2)]
 REFUSALS += [
     *((words, f, args, options) for f in (global_norm, norm_bins) for words, args, options in (
         ("one entry of counted .* got 1 for 2 tensors", (XS,), {"counted": [True]}),
@@ -620,39 +592,23 @@ def check(x, bits, device, *, block=256, seed=None, first_index=0, error=None):
 
 @sweep("bits", BITS)
 def test_codes_match_the_oracle(bits, device):
-    """Also where a warp holds no whole block, and of blocks that are not finite."""
+    """Also where a warp holds no whole block, and of blocks that are tiny, huge or not finite."""
     for seed in seeds(5, 2**64 - 3):
         for n, block in ((0, 256), (1, 256), (255, 256), (257, 64), (1003, 256), (517, 16)):
             for x_dtype, e_dtype in zip(DTYPES, (None, torch.float32, torch.bfloat16)):
                 error = None if e_dtype is None else torch.randn(n).to(e_dtype)
                 check(blocks(n, x_dtype), bits, device, block=block, seed=seed, error=error)
-        for block in (512, 4096):
-            x, at = blocks(9001, torch.bfloat16), 0 if seed is None else 2**33 + 7
+        for exponent, block in ((-140, 32), (100, 512), (120, 4096)):
+            x, at = blocks(9001, torch.bfloat16) * 2.0**exponent, 0 if seed is None else 2**33 + 7
             check(x, bits, device, block=block, seed=seed, first_index=at)
-            check(x, bits, device, block=block, seed=seed, error=torch.randn(9001).bfloat16())
+            error = (torch.randn(9001) * 2.0**exponent).bfloat16()
+            check(x, bits, device, block=block, seed=seed, error=error)
         x = blocks(1003)
         x[[300, 700]] = torch.tensor([torch.inf, BIG])
         check(x, bits, device, block=64, seed=seed, error=torch.randn(1003).bfloat16())
     if backend.choice == "torch":
         with pytest.raises(RuntimeError, match="FASTPAR_BACKEND=torch seed=1; unset"):
             quantize_blockwise(x, seed=1)
-
-
-@given(
-    st.integers(0, 300),
-    st.sampled_from(DTYPES),
-    st.sampled_from([8, 4]),
-    st.sampled_from([16, 32, 64, 256]),
-    st.none() | st.integers(0, 2**64 - 1),
-    st.integers(0, 2**40),
-    st.sampled_from([None, torch.float32, torch.bfloat16]),
-    st.integers(-140, 120),
-)
-def test_any_codes(n, x_dtype, bits, block, seed, first_index, error_dtype, exponent):
-    torch.manual_seed(n + block)
-    x = (torch.randn(n) * 2.0**exponent).to(x_dtype)
-    error = None if error_dtype is None else (torch.randn(n) * 2.0**exponent).to(error_dtype)
-    check(x, bits, "cpu", block=block, seed=seed, first_index=first_index, error=error)
 
 
 def test_two_codes_of_four_bits_fit_in_a_byte(device):
@@ -905,11 +861,6 @@ def masks(device):
 def results(run, device="cpu"):
     torch.manual_seed(3)
     return [t.cpu() for t in run(device)]
-
-
-def assert_all_same(got, want):
-    for a, b in zip(got, want, strict=True):
-        assert_same(a, b)
 
 
 @sweep("isa", ["baseline", "avx2", "avx512"])
