@@ -1,0 +1,96 @@
+"""Tables of tuning choices: what ships is possible, what is not is named, an entry is changed by
+writing and tried without."""
+
+import json
+
+import pytest
+from cells import sweep
+
+from fastpar import kernels  # noqa: F401  fills TABLES
+from fastpar.kernels.attention import plans
+from fastpar.kernels.attention.plans import TABLE, Config, candidates, get_config
+from fastpar.kernels.config_table import TABLES, render
+
+PLACE, TRIED = ("fwd", 64, "plain"), Config(32, 32, 4, 1, "tma")
+
+
+@sweep("name", TABLES)
+def test_files_are_as_write_makes_them_and_candidates_possible(name):
+    table = TABLES[name]
+    assert render(json.loads(table.path.read_text())) == table.path.read_text()
+    for key, config in table.load(table.path).items():  # which checks it
+        found = table.candidates(*key)
+        assert len(set(found)) == len(found) > 1
+        assert all(table.check(key, each._asdict()) == each for each in found)
+        for field in config._fields:
+            words = f"{name}: expected .*, got {field}=-1 at {key[0]}.*; correct {name}.json"
+            with pytest.raises(ValueError, match=words):
+                table.check(key, {**config._asdict(), field: -1})
+
+
+@sweep(
+    ("arch", "section"),
+    [(75, 86), (80, 80), (86, 86), (87, 80), (89, 86), (90, 90), (100, 90), (103, 90), (120, 86)],
+)
+def test_every_gpu_has_tiles_of_attention(arch, section):
+    """Only Hopper has descriptors; dropout reads keys in an order that their box has not."""
+    assert plans.table_for(arch) == section
+    for place in TABLE.places:
+        kernel, _, variant = place
+        shipped = TABLE.load(TABLE.path)[(section, *place)]
+        hopper = section == 90 and (variant != "dropout" or kernel == "bwd_dkdv")
+        assert shipped.load == "ptr" or hopper
+        config = get_config(arch, *place)
+        assert config == (shipped if arch == 90 else shipped._replace(load="ptr"))
+    # What the compiler counts as better is tried.
+    assert Config(64, 128, 4, 2, "tma") in candidates(90, "bwd_dq", 64, "plain")
+
+
+@pytest.fixture
+def path(tmp_path):
+    copy = tmp_path / "configs.json"
+    copy.write_text(TABLE.path.read_text())
+    return copy
+
+
+def test_an_impossible_entry_and_a_missing_one_are_named(path):
+    table, entry = json.loads(path.read_text()), TABLE.get(80, "bwd_dq", 64, "dropout")._asdict()
+    for wrong, words in (
+        ({**entry, "block_q": 48}, "expected 16, 32, 64, 128 or 256, got block_q=48"),
+        ({**entry, "num_stages": 0}, "expected 1 to 5, got num_stages=0"),
+        ({**entry, "load": "tma"}, "expected ptr, got load=tma"),
+        ({}, "expected the fields block_q, .*, got entry={}"),
+        (None, "expected the fields block_q, .*, got entry=None"),
+    ):
+        table["80"]["bwd_dq"]["64"]["dropout"] = wrong
+        path.write_text(json.dumps(table))
+        with pytest.raises(ValueError, match=f"{words} at 80 / bwd_dq / 64 / dropout; correct"):
+            TABLE.load(path)
+    with pytest.raises(ValueError, match=r"expected a place of .* got place=80 / fwd / 48 / plain"):
+        TABLE.write(80, ("fwd", 48, "plain"), TRIED, path)
+    with pytest.raises(ValueError, match="attention_configs: expected ptr, got load=tma at 80"):
+        TABLE.write(80, PLACE, TRIED, path)
+
+
+def test_write_changes_one_line_and_calls_after_it_use_it(path, monkeypatch):
+    before = path.read_text().splitlines()
+    monkeypatch.setattr(TABLE, "path", path)
+    config = TRIED._replace(load="ptr")
+    try:
+        assert get_config(80, *PLACE) != config
+        TABLE.write(80, PLACE, config)
+        assert get_config(80, *PLACE) == config
+    finally:
+        get_config.cache_clear()
+    after = path.read_text().splitlines()
+    assert sum(a != b for a, b in zip(before, after, strict=True)) == 1
+    assert TABLE.load(path)[(80, *PLACE)] == config
+
+
+def test_trying_reaches_every_gpu_and_is_undone():
+    before = get_config(90, *PLACE), get_config(80, *PLACE)
+    with TABLE.trying(PLACE, TRIED):
+        assert get_config(90, *PLACE) == TRIED
+        assert get_config(80, *PLACE) == TRIED._replace(load="ptr")
+        assert get_config(90, "fwd", 64, "dropout") != TRIED
+    assert (get_config(90, *PLACE), get_config(80, *PLACE)) == before
