@@ -1,6 +1,7 @@
 """fastpar's nn.Modules against torch's: results, dtypes, keys, copies, compilation, errors."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import fastpar
-from fastpar.kernels import keep_mask
+from fastpar.kernels import keep_mask, linear_cross_entropy
 from fastpar.kernels.philox import Rng, draw_key
 from fastpar.testing import assert_matches_oracle
 
@@ -86,8 +87,9 @@ def test_matches_torch(name):
 def test_the_default_eps_of_rms_norm_is_torchs(dtype):
     ours, torchs = make("RMSNorm (24,)", dtype)
     x = (torch.randn(4, 24) * 1e-4).to(dtype)  # the mean square is far below fp16's epsilon
-    assert_matches_oracle(ours, lambda x: F.rms_norm(x, (24,), torchs.weight.to(x.dtype),
-                          torch.finfo(torch.float32).eps), (x,), eager=torchs)  # fmt: skip
+    eps = torch.finfo(torch.float32).eps
+    exact = lambda x: F.rms_norm(x, (24,), torchs.weight.to(x.dtype), eps)  # noqa: E731
+    assert_matches_oracle(ours, exact, (x,), eager=torchs)
 
 
 class Double(nn.Module):
@@ -161,49 +163,6 @@ def test_embedding_is_torchs_for_any_index(idx_dtype):
     assert torch.equal(given(torch.tensor([3])), torchs.weight[3:4])
 
 
-class StockMLP(nn.Module):
-    def __init__(self, approximate, bias):
-        super().__init__()
-        self.c_fc = nn.Linear(16, 40, bias)
-        self.c_proj = nn.Linear(40, 16, bias)
-        self.approximate = approximate
-
-    def forward(self, x):
-        return self.c_proj(F.gelu(self.c_fc(x), approximate=self.approximate))
-
-
-class StockAttention(nn.Module):
-    def __init__(self, bias, scale=None):
-        super().__init__()
-        self.c_attn = nn.Linear(16, 48, bias)
-        self.c_proj = nn.Linear(16, 16, bias)
-        self.scale = scale
-
-    def forward(self, x):
-        q, k, v = self.c_attn(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
-        return self.c_proj(o.transpose(1, 2).flatten(2))
-
-
-STOCK = {
-    **{
-        f"MLP {approximate} {bias}": (
-            fastpar.nn.MLP(16, 40, bias, approximate=approximate), StockMLP(approximate, bias),
-        )
-        for approximate in ("tanh", "none")
-        for bias in (True, False)
-    },
-    **{
-        f"attention {bias} {scale}": (
-            fastpar.nn.CausalSelfAttention(16, 2, bias=bias, softmax_scale=scale),
-            StockAttention(bias, scale),
-        )
-        for bias in (True, False)
-        for scale in (None, 0.7)
-    },
-}  # fmt: skip
-
-
 def cast(f):
     def run(*inputs):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -212,17 +171,37 @@ def cast(f):
     return run
 
 
-@pytest.mark.parametrize("name", STOCK)
-def test_mlp_and_attention_match_torch(name):
+def stock_mlp(x, *parameters, approximate):
+    first, second = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
+    return F.linear(F.gelu(F.linear(x, *first), approximate=approximate), *second)
+
+
+def stock_attention(x, *parameters, softmax_scale):
+    first, second = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
+    q, k, v = F.linear(x, *first).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=softmax_scale)
+    return F.linear(o.transpose(1, 2).flatten(2), *second)
+
+
+@sweep("bias", [True, False])
+@sweep(
+    ("make", "stock", "options"),
+    [
+        *((lambda **how: fastpar.nn.MLP(16, 40, **how), stock_mlp, {"approximate": form})
+          for form in ("tanh", "none")),
+        *((lambda **how: fastpar.nn.CausalSelfAttention(16, 2, **how), stock_attention,
+           {"softmax_scale": scale}) for scale in (None, 0.7)),
+    ],
+)  # fmt: skip
+def test_mlp_and_attention_match_torch(make, stock, options, bias):
     """Under autocast at most with twice the error of torch's own composition under it."""
-    ours, torchs = STOCK[name]
-    assert list(ours.state_dict()) == list(torchs.state_dict())
-    torchs.load_state_dict(randomize(ours).state_dict())
-    x = torch.randn(3, 7, 16, requires_grad=True)
-    inputs = (x, *torchs.parameters())
-    assert_matches_oracle(functional(ours), functional(torchs), inputs)
-    eager = cast(functional(torchs))
-    assert_matches_oracle(cast(functional(ours)), functional(torchs), inputs, eager=eager)
+    ours, torchs = randomize(make(bias=bias, **options)), functools.partial(stock, **options)
+    first = "c_fc" if stock is stock_mlp else "c_attn"
+    kinds = ("weight", "bias") if bias else ("weight",)
+    assert list(ours.state_dict()) == [f"{n}.{kind}" for n in (first, "c_proj") for kind in kinds]
+    inputs = (torch.randn(3, 7, 16, requires_grad=True), *ours.parameters())
+    assert_matches_oracle(functional(ours), torchs, inputs)
+    assert_matches_oracle(cast(functional(ours)), torchs, inputs, eager=cast(torchs))
     assert fastpar.nn.MLP(16).c_fc.out_features == 64
 
 
@@ -276,27 +255,17 @@ def test_parts_with_hooks_or_another_forward_are_called():
 
 
 @sweep("reduction", ["mean", "sum", "none"])
-def test_loss_is_cross_entropy_of_the_logits(reduction):
-    ours = fastpar.nn.LinearCrossEntropyLoss(
-        reduction=reduction, ignore_index=3, label_smoothing=0.1, z_loss=1e-2, vocab_size=13
-    )
-    assert not ours.state_dict()
+def test_loss_is_the_op(reduction):
+    options = {"reduction": reduction, "ignore_index": 3, "label_smoothing": 0.1, "z_loss": 1e-2}
+    loss = fastpar.nn.LinearCrossEntropyLoss(**options, vocab_size=13)
+    assert not loss.state_dict()
+    x, weight = (torch.randn(*shape, requires_grad=True) for shape in ((4, 5, 8), (16, 8)))
     targets = torch.randint(13, (4, 5))
-
-    def stock(x, weight, targets):
-        logits = (x @ weight.T)[..., :13].flatten(0, 1)
-        loss = F.cross_entropy(
-            logits, targets.flatten(), reduction="none", ignore_index=3, label_smoothing=0.1
-        )
-        valid = targets.flatten() != 3
-        loss = loss + 1e-2 * logits.logsumexp(-1).square() * valid
-        if reduction == "none":
-            return loss.view(targets.shape)
-        return loss.sum() / (valid.sum() if reduction == "mean" else 1)
-
-    x = torch.randn(4, 5, 8, requires_grad=True)
-    weight = torch.randn(16, 8, requires_grad=True)
-    assert_matches_oracle(ours, stock, (x, weight, targets))
+    found = [loss(x, weight, targets)]
+    found.append(linear_cross_entropy(x, weight, targets, **options, vocab_size=13))
+    grads = [torch.autograd.grad(y.sum(), (x, weight)) for y in found]
+    assert torch.equal(*found)
+    assert all(map(torch.equal, *grads))
 
 
 def test_autocast_rules_large_products_and_the_loss():

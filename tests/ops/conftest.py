@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from fastpar.kernels import backend, reference
+from fastpar.kernels import backend, host, reference
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,6 +44,34 @@ def draw(triton_device):
         return x.to(triton_device).requires_grad_()
 
     return draw
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """recorded(owner, name): the arguments of the function's calls from here on."""
+
+    def record(owner, name):
+        calls, run = [], getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *args, **how: calls.append(args) or run(*args, **how)
+        )
+        return calls
+
+    return record
+
+
+@pytest.fixture
+def isas():
+    """isas(): this machine's instruction sets, each in use while the loop is at it."""
+    before = host.isa()
+
+    def each():
+        for isa in host.supported_isas():
+            host.set_isa(isa)
+            yield isa
+
+    yield each
+    host.set_isa(before)
 
 
 def place_of(implementation, request):

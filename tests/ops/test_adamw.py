@@ -366,28 +366,23 @@ def test_random_bits_depend_on_seed_step_and_index_only():
     assert (torch.corrcoef(ups) - torch.eye(3)).abs().max() < SIGMAS / n**0.5
 
 
-def test_same_bits_for_any_cut_threads_and_isa(mode):
+def test_same_bits_for_any_cut_threads_and_isa(mode, isas):
     """Also of indices that cross 2^32, and of empty pieces."""
     n, at = 70_003, 2**32 - 16_384 - 512
-    before, start = _C.isa(), make(n, mode)
+    start, unit = make(n, mode), 256 if mode.moment == U8 else 1
     expected = clone(start)
     step([expected], mode, threads=1, first_indices=[at])
-    unit = 256 if mode.moment == U8 else 1
-    try:
-        for isa in filter(_C.isa_supported, ("baseline", "avx2", "avx512")):
-            _C.set_isa(isa)
-            far = (16_384, 16_384, 16_384 + unit, n - n % 256 - unit)
-            for threads, cuts in ((1, ()), (3, (unit,)), (2, (5 * unit, 7 * unit, *far))):
-                pairs = list(itertools.pairwise((0, *cuts, n)))
-                got, flat = clone(start), clone(start)
-                pieces, firsts = [part(got, *pair) for pair in pairs], [at + a for a, _ in pairs]
-                step(pieces, mode, threads=threads, first_indices=firsts)
-                assert same_bits(got, expected), (isa, threads, cuts)
-                ranges = [(a, b, 0, at + a) for a, b in pairs]
-                step_flat(flat, ranges[::-1], mode, threads=threads)
-                assert same_bits(flat, expected), (isa, threads, cuts, "flat")
-    finally:
-        _C.set_isa(before)
+    far = (16_384, 16_384, 16_384 + unit, n - n % 256 - unit)
+    for isa in isas():
+        for threads, cuts in ((1, ()), (3, (unit,)), (2, (5 * unit, 7 * unit, *far))):
+            pairs = list(itertools.pairwise((0, *cuts, n)))
+            got, flat = clone(start), clone(start)
+            pieces, firsts = [part(got, *pair) for pair in pairs], [at + a for a, _ in pairs]
+            step(pieces, mode, threads=threads, first_indices=firsts)
+            assert same_bits(got, expected), (isa, threads, cuts)
+            ranges = [(a, b, 0, at + a) for a, b in pairs]
+            step_flat(flat, ranges[::-1], mode, threads=threads)
+            assert same_bits(flat, expected), (isa, threads, cuts, "flat")
 
 
 def test_alignment_torture(mode):

@@ -1,5 +1,6 @@
 """Others' kernels behind the op attention: any forward with any backward, who serves, forcing."""
 
+import math
 import sys
 
 import pytest
@@ -78,17 +79,17 @@ def test_the_peer_really_runs():
 def test_statistics_go_through_both_forms():
     q, k, v, do = (torch.randn(1, 33, 2, 16) for _ in range(4))
     found = []
-    for base_2 in (True, False):
+    for base_2, shape in ((True, (1, 2, 33)), (False, (1, 2, 33, 2))):
         o, stats = attention_peers.forward("cpu", q, k, v, True, 0.25, base_2)
-        assert stats.shape == ((1, 2, 33) if base_2 else (1, 2, 33, 2))
+        assert stats.shape == shape
         grads = tuple(map(torch.empty_like, (q, k, v)))
         attention_peers.backward("cpu", do, q, k, v, o, stats, True, 0.25, grads)
         found.append(grads)
+        if base_2:
+            scores = (q[0, -1, 0] @ k[0, :, 0].T * 0.25).logsumexp(0)
+            torch.testing.assert_close(stats[0, 0, -1] * math.log(2), scores)
     for one, other in zip(*found):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    scores = (q[0, -1, 0] @ k[0, :, 0].T * 0.25).logsumexp(0)
-    _, stats = attention_peers.forward("cpu", q, k, v, True, 0.25, True)
-    torch.testing.assert_close(stats[0, 0, -1] * 0.6931471805599453, scores)
 
 
 def test_the_hopper_kernels_statistics_are_the_own_ones(monkeypatch):
@@ -104,62 +105,56 @@ def test_the_hopper_kernels_statistics_are_the_own_ones(monkeypatch):
     assert got[0] is stats is lse
 
 
-def test_what_a_peer_cannot_serve_is_the_own_kernels(monkeypatch):
-    called = []
-    monkeypatch.setattr(attention_peers, "forward", lambda *a, **k: called.append(a))
+def test_what_a_peer_cannot_serve_is_the_own_kernels(recorded):
+    calls = recorded(attention_peers, "forward")
     with trying("attention", "cpu"), trying("attention_masked", "cpu"):
         attention(Q, *[torch.ones(1, 6, 2, 8)] * 2)  # more keys
         attention(Q, Q[:, :, :1], Q[:, :, :1])  # fewer key heads
         attention(*[torch.ones(1, 4, 2, 7)] * 3)
         attention(Q, Q, Q, **DROPOUT)
         attention(*[Q[0]] * 3, cu_seqlens=torch.tensor([0, 4], dtype=torch.int32))
-    assert not called
+    assert not calls
 
 
 def test_a_forced_peer_refuses_what_it_cannot_serve_by_name(force, prove, monkeypatch):
-    def refuses(error, words, *tensors, **settings):
+    def refuses(name, error, words, *tensors, **settings):
+        force(name)
         with pytest.raises(error, match=words):
             attention(*tensors or (Q, Q, Q), **settings)
+        force("own")
+        attention(Q, Q, Q, **settings)
 
-    force("cpu")
     words = "would not be the same mask on every layout; unset FAST"
-    refuses(ValueError, words, **DROPOUT)
-    refuses(ValueError, "would align a causal mask to another key", Q[:, :2], Q, Q)
-    force("flash")
+    refuses("cpu", ValueError, words, **DROPOUT)
+    words = "would align a causal mask to another key"
+    refuses("cpu", ValueError, words, Q[:, :2], Q, Q)
     words = r"FASTPAR_ATTENTION=flash supports, got one that it does not: it needs cuda ten"
-    refuses(ValueError, words)
-    force("own")
-    attention(Q, Q, Q, **DROPOUT)
-    force("cpu")
+    refuses("flash", ValueError, words)
     prove(Proof(OWN, peers=(PeerProof("cpu", "error of dq is 3.00e-01", (0.0, 0.0)),)))
-    words = (
-        r"got cpu, which failed for attention float32 8: error of dq is 3.00e-01; unset FASTPAR_"
-    )
-    refuses(RuntimeError, words)
+    words = r"got cpu, which failed for attention float32 8: error of dq is 3.00e-01; unset FASTPAR"
+    refuses("cpu", RuntimeError, words)
     monkeypatch.setattr(choice, "proofs", {})
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     words = r"FASTPAR_ATTENTION=cpu supports, .* promises no equal bits, as torch.use_determ"
-    refuses(ValueError, words)
-    force("own")
-    attention(Q, Q, Q)
+    refuses("cpu", ValueError, words)
 
 
 @sweep("name", ["cpu", "own"])
-def test_a_forced_name_is_not_ignored_where_torch_s_function_runs(force, name):
+def test_a_forced_name_is_not_ignored_where_torch_s_function_runs(force, name, prove, monkeypatch):
     force(name)
     words = (
         r"expected a call of fastpar's kernels under FASTPAR_ATTENTION=.*, got torch's own "
         r"function for attention\w* float32 8 \(`fastpar info` says why\); unset FASTPAR_ATTENTION"
     )
-    for patch, settings in (
-        ((choice, "proofs", {choice.case_of("attention", Q): Proof(choice.STOCK)}), {}),
-        ((backend, "choice", "torch"), {}),
-        ((backend, "choice", "torch"), DROPOUT),
-    ):
-        with pytest.MonkeyPatch.context() as changed:
-            changed.setattr(*patch)
-            with pytest.raises(RuntimeError, match=words):
-                attention(Q, Q, Q, **settings)
+    prove(Proof(choice.STOCK))
+    with pytest.raises(RuntimeError, match=words):
+        attention(Q, Q, Q)
+    monkeypatch.setattr(choice, "proofs", {})
+    monkeypatch.setattr(backend, "choice", "torch")
+    for settings in ({}, DROPOUT):
+        with pytest.raises(RuntimeError, match=words):
+            attention(Q, Q, Q, **settings)
+    monkeypatch.setattr(backend, "choice", "auto")
 
 
 def test_peers_that_are_left_out_are_neither_tried_nor_served(monkeypatch):
@@ -177,36 +172,30 @@ def test_peers_that_are_left_out_are_neither_tried_nor_served(monkeypatch):
 
 def test_an_unknown_name_is_refused():
     assert [read_forced(name) for name in ("auto", "own", "flash")] == ["", "own", "flash"]
-    with pytest.raises(
-        ValueError, match=r"expected auto, own or one of hopper, flash, .* got FAST"
-    ):
+    words = r"expected auto, own or one of hopper, flash, .* got FAST"
+    with pytest.raises(ValueError, match=words):
         read_forced("fash")
 
 
-def test_the_proof_says_who_serves(prove, monkeypatch):
+def test_the_proof_says_who_serves(prove, monkeypatch, recorded):
     """Under torch.compile too; not in deterministic mode, and not where a backend is forced."""
     q = torch.randn(1, 16, 2, 8, requires_grad=True)
     prove(Proof(OWN, serves=("cpu", "cpu")))
     eager = torch.autograd.grad(attention(q, q, q).sum(), q)[0]
     compiled = torch.compile(lambda q: attention(q, q, q).sum(), backend="aot_eager")
     assert torch.equal(torch.autograd.grad(compiled(q), q)[0], eager)
-    called, forward = [], attention_peers.forward
-    monkeypatch.setattr(
-        attention_peers, "forward", lambda *a, **k: called.append(a[0]) or forward(*a, **k)
-    )
+    calls = recorded(attention_peers, "forward")
     monkeypatch.setattr(attention_peers, "backward", None)  # the own one runs
     prove(Proof(OWN, own_ms=(1.0, 1.0), serves=("cpu", "own")))
     attention(q, q, q).sum().backward()
-    assert called == ["cpu"]
-    torch.use_deterministic_algorithms(True)
-    try:
+    assert [name for name, *_ in calls] == ["cpu"]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
         attention(q, q, q)
-    finally:
-        torch.use_deterministic_algorithms(False)
     prove(Proof(OWN, serves=("cpu", "cpu")))
     monkeypatch.setattr(backend, "choice", "cpp")
     attention(q, q, q).sum().backward()
-    assert called == ["cpu"]
+    assert len(calls) == 1
 
 
 GIVEN, LENGTHS = "grad_out query key value out logsumexp", "cum_seq_q cum_seq_k max_q max_k"
@@ -257,20 +246,15 @@ def test_on_a_gpu(name, D):
         assert len(check(inputs, pair)) == 4
 
 
-@pytest.mark.parametrize(
-    ("files", "why"),
-    [
-        ([], "needs the package flash-attn-4"),
-        (["__init__.py"], "needs the package flash-attn-4"),  # flash-attn 2
-        (["__init__.py", "cute/__init__.py", "cute/interface.py"], ""),
-    ],
-)
-def test_flash_attn_2_is_not_flash_attn_4(monkeypatch, tmp_path, files, why):
-    for file in files:
+@pytest.mark.parametrize("n_files", range(4))
+def test_flash_attn_2_is_not_flash_attn_4(monkeypatch, tmp_path, n_files):
+    """Which has no cute/interface.py."""
+    for file in ("__init__.py", "cute/__init__.py", "cute/interface.py")[:n_files]:
         (tmp_path / "flash_attn" / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "flash_attn" / file).touch()
     monkeypatch.syspath_prepend(tmp_path)
     attention_peers._fa4.cache_clear()
+    why = "" if n_files == 3 else "needs the package flash-attn-4"
     try:
         assert attention_peers._refusal_of_kind("fa4", "cuda", torch.bfloat16, 64) == why
     finally:

@@ -263,19 +263,15 @@ def test_attention_with_kept_bits_matches_the_oracle(
         check(inputs, causal=causal, dropout_p=0.3, rng=RNG)
 
 
-def test_bits_are_drawn_once_for_three_kernels(triton_device, monkeypatch):
+def test_bits_are_drawn_once_for_three_kernels(triton_device, recorded):
     """For calls with a mask and without documents, which draw theirs."""
-    calls = []
-    original = bits_triton.attention_bits_fwd
-    monkeypatch.setattr(
-        bits_triton, "attention_bits_fwd", lambda *args: (calls.append(args), original(*args))
-    )
+    calls = recorded(bits_triton, "attention_bits_fwd")
     q, k, v = (draw(triton_device, 1, 20, 1, 16) for _ in range(3))
     with BITS.trying((), Mask(1)):
         first = attention(q, k, v, dropout_p=0.3, rng=RNG)
-        grads = torch.autograd.grad(first.sum(), (q, k, v), retain_graph=True)
-        assert len(calls) == 1
-        again = torch.autograd.grad(first.sum(), (q, k, v))
+        grads, again = (
+            torch.autograd.grad(first.sum(), (q, k, v), retain_graph=True) for _ in range(2)
+        )
         assert all(map(torch.equal, grads, again))
         attention(q, k, v)
         flat = [x[0] for x in (q, k, v)]

