@@ -79,14 +79,6 @@ def gpt2_ref(w, config, idx, rng_key=None):
     return norm(x, "ln_f") @ wte.T
 
 
-def results_of_ref(model, idx, targets, rng_key):
-    w = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    logits = gpt2_ref(w, model.config, idx, rng_key)
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    loss.backward()
-    return {"logits": logits.detach(), "loss": loss.detach(), **{n: p.grad for n, p in w.items()}}
-
-
 def test_loss_reduction_and_ignored_targets():
     model = model_of().eval()
     idx, targets = batch()
@@ -101,38 +93,36 @@ def test_loss_reduction_and_ignored_targets():
 
 def test_dropout_is_off_in_eval_mode_and_at_rate_zero_and_torchs_seed_rules_it():
     idx, _ = batch()
-    model = model_of()
-    drawn = []
+    model, drawn = model_of(), []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
         drawn.append(model(idx))
     assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
-    model.eval()
-    assert torch.equal(model(idx, rng_key=make_key(0, 0)), model(idx))
-    assert not torch.equal(model(idx), drawn[0])
+    whole = model.eval()(idx)
+    assert not any(torch.equal(drawn[0], other) for other in (drawn[2], whole))
+    assert torch.equal(model(idx, rng_key=make_key(0, 0)), whole)
     plain = GPT(replace(TINY, dropout=0.0))
     plain.load_state_dict(model.state_dict())
-    assert torch.equal(plain.train()(idx), model(idx))
+    assert torch.equal(plain.train()(idx), whole)
 
 
 @sweep("adamw", [torch.optim.AdamW, fastpar.AdamW])
 def test_padding_rows_stay_zero_and_change_nothing(adamw):
-    model, (idx, targets) = model_of(), batch()
-    V = TINY.vocab_size
-    assert model.wte.weight.shape == (256, 80)
+    model, (idx, targets), V = model_of(), batch(), TINY.vocab_size
+    weight = model.wte.weight
+    assert weight.shape == (256, 80)
     optimizer = adamw(model.parameters(), lr=0.1, weight_decay=0.1)
     for step in range(3):
         optimizer.zero_grad()
         model(idx, targets, rng_key=make_key(0, step)).backward()
-        assert model.wte.weight.grad[:V].abs().min(dim=-1).values.max() > 0
-        assert torch.equal(model.wte.weight.grad[V:], torch.zeros(256 - V, 80))
+        assert weight.grad[:V].abs().min(dim=-1).values.max() > 0
         optimizer.step()
-        assert torch.equal(model.wte.weight[V:], torch.zeros(256 - V, 80))
+        assert not weight.grad[V:].any()
+        assert not weight[V:].any()
     model.eval()
     logits, loss = model(idx), model(idx, targets)
     with torch.no_grad():
-        model.wte.weight[V:] = 100.0
+        weight[V:] = 100.0
     assert torch.equal(model(idx), logits)
     assert torch.equal(model(idx, targets), loss)
 
@@ -212,21 +202,20 @@ def test_compiles_to_one_graph():
 
 def test_bad_ids_and_targets_are_refused():
     model, (idx, targets) = GPT(TINY), batch()
-    for ids, message in (
-        (torch.zeros(5, dtype=torch.int64), r"expected idx as int64 \[B, T\], got idx.shape=\[5\]"),
-        (torch.zeros(1, 5), r"expected idx as int64 \[B, T\], got .* idx.dtype=torch.float32"),
-        (torch.zeros(1, 38, dtype=torch.int64), r"expected 1 <= T <= block_size=37, got T=38"),
-        (torch.zeros(1, 0, dtype=torch.int64), r"expected 1 <= T <= block_size=37, got T=0"),
-        (torch.tensor([[3, 211, 4]]), r"expected token ids in \[0, 211\), got id=211"),
-        (torch.tensor([[3, -1, 4]]), r"expected token ids in \[0, 211\), got id=-1"),
-    ):
-        with pytest.raises(ValueError, match=f"GPT: {message}"):
-            model(ids)
-    with pytest.raises(ValueError, match=r"GPT: expected targets of idx's shape \[3, 37\], got"):
-        model(idx, targets[:, :-1])
-    targets[1, 2] = 211
-    with pytest.raises(ValueError, match="211"):
-        model(idx, targets)
+    beyond = targets.clone()
+    beyond[1, 2] = 211
+    zeros = lambda *shape: torch.zeros(shape, dtype=torch.int64)  # noqa: E731
+    for given, message in (
+        ((zeros(5),), r"GPT: expected idx as int64 \[B, T\], got idx.shape=\[5\]"),
+        ((torch.zeros(1, 5),), r"expected idx as int64 \[B, T\], got .* idx.dtype=torch.float32"),
+        *(((zeros(1, T),), f"GPT: expected 1 <= T <= block_size=37, got T={T}") for T in (38, 0)),
+        *(((torch.tensor([[3, i, 4]]),), rf"GPT: expected token ids in \[0, 211\), got id={i}")
+          for i in (211, -1)),
+        ((idx, targets[:, :-1]), r"GPT: expected targets of idx's shape \[3, 37\], got"),
+        ((idx, beyond), "211"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            model(*given)
 
 
 @sweep(("dropout", "T"), [(0.0, 37), (0.1, 37), (0.0, 1), (0.0, 2), (0.1, 36)])
@@ -236,25 +225,21 @@ def test_fp64_is_exact_throughout(dropout, T):
     model = model_of(config).double()
     idx, targets = batch(config, T=T)
     key = make_key(7, 100)
-    want = results_of_ref(model, idx, targets, key if dropout else None)
-    start = {n: p.detach().clone() for n, p in model.named_parameters()}
-    step = {"lr": 1e-3, "eps": 1e-3}  # of one token queries and keys have no gradient but rounding
-    optimizer = fastpar.AdamW(model.parameters(), **step)
+    exact = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    logits = gpt2_ref(exact, config, idx, key if dropout else None)
+    want = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    want.backward()
     loss = model(idx, targets, rng_key=key)
     loss.backward()
-    got = {"logits": model(idx, rng_key=key).detach(), "loss": loss.detach()}
-    got.update({n: p.grad for n, p in model.named_parameters()})
-    assert got.keys() == want.keys()
-    for name, exact in want.items():
-        assert got[name].dtype == torch.float64, name
-        assert (got[name] - exact).norm() <= 1e-12 * exact.norm(), name
-    optimizer.step()
-    exact = [start[n].requires_grad_() for n in start]
-    for p, n in zip(exact, start):
-        p.grad = want[n]
-    torch.optim.AdamW(exact, **step).step()
-    for p, q in zip(model.parameters(), exact):
-        assert (p - q).norm() <= 1e-12 * q.norm()
+    pairs = {"loss": (loss, want), "logits": (model(idx, rng_key=key), logits)}
+    pairs |= {name: (p.grad, exact[name].grad) for name, p in model.named_parameters()}
+    step = {"lr": 1e-3, "eps": 1e-3}  # of one token queries and keys have no gradient but rounding
+    fastpar.AdamW(model.parameters(), **step).step()
+    torch.optim.AdamW(exact.values(), **step).step()
+    pairs |= {f"new {name}": (p, exact[name]) for name, p in model.named_parameters()}
+    for name, (got, value) in pairs.items():
+        assert got.dtype == torch.float64, name
+        assert (got - value).norm() <= 1e-12 * value.norm(), name
 
 
 def test_ranks_of_tp_draw_one_key_for_dropout(monkeypatch):
@@ -290,11 +275,6 @@ def fp8_model(layers, dtype=torch.float64, **how):
     return model
 
 
-def fp8_batch(step, rows=2):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randint(0, 40, (2, rows, 8), generator=generator)
-
-
 def test_which_layers_have_fp8():
     for layers, names in (("mlp", {"c_fc", "mlp.c_proj"}), ("all", {"c_attn", "attn.c_proj"})):
         model = fp8_model(layers, scaling="tensor")
@@ -311,24 +291,25 @@ def test_which_layers_have_fp8():
     assert model.fp8_scales is None
 
 
-def fp8_steps(steps, layers, mesh=None, options=None, **how):
+def fp8_steps(steps, layers, tp=None, options=None, **how):
     """Losses and weights of one process, or of a rank, and its scales."""
     model = fp8_model(layers, **how)
     rows = slice(None)
-    if mesh is not None:
-        mesh = Mesh(tp=mesh, device="cpu")
+    if tp is not None:
+        mesh = Mesh(tp=tp, device="cpu")
         rows = slice(mesh.dp_rank, None, mesh.dp_size)
         parallelize(model, mesh, Parallel.of(**options))
     optimizer = AdamW(model.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.0)
     losses = []
     for step in range(steps):
-        x, y = fp8_batch(step)
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randint(0, 40, (2, 2, 8), generator=generator)
         loss = model(x[rows], y[rows])
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-        if model.fp8_scales is not None and mesh is None:
+        if model.fp8_scales is not None and tp is None:
             model.fp8_scales.update()
     return losses, model.state_dict(), model.fp8_scales and model.fp8_scales.history
 
@@ -366,21 +347,16 @@ def test_fp8_that_is_refused():
     experts = GPT(GPTConfig(**{**FP8_SHAPE, "n_embd": 16}, dropout=0.0, n_expert=2))
     with pytest.raises(ValueError, match="expected a model without experts, got n_expert=2"):
         use_fp8(experts, "mlp", emulate=True)
-    with pytest.raises(ValueError, match="got weight_gradient=fp8 with scaling=row"):
-        use_fp8(GPT(FP8), "mlp", weight_gradient="fp8")
 
 
-def split_fp8(op):
-    mesh = Mesh(tp=2, device="cpu")
-    model = parallelize(fp8_model("none"), mesh)
-    x, weight = torch.ones(2, 64).double(), torch.ones(64, 64).double()
-    with pytest.raises(ValueError, match=f"{op.__name__}: expected scaling=tensor, or block"):
-        op(x, weight, tp=model.tp, fp8=Fp8("block", emulate=True))
-    scales = DelayedScales(1)
-    y = op(x, weight, tp=model.tp, fp8=Fp8("tensor", emulate=True, scales=scales))
-    assert y.shape == ((4, 64) if op is column_linear else (1, 64))
+@sweep(("op", "shape"), [(column_linear, (4, 64)), (row_linear, (1, 64))])
+def test_layers_split_within_a_block_are_refused(op, shape):
+    def run():
+        tp = parallelize(fp8_model("none"), Mesh(tp=2, device="cpu")).tp
+        x, weight = torch.ones(2, 64).double(), torch.ones(64, 64).double()
+        with pytest.raises(ValueError, match=f"{op.__name__}: expected scaling=tensor, or block"):
+            op(x, weight, tp=tp, fp8=Fp8("block", emulate=True))
+        how = Fp8("tensor", emulate=True, scales=DelayedScales(1))
+        return op(x, weight, tp=tp, fp8=how).shape
 
-
-@sweep("op", [column_linear, row_linear])
-def test_layers_split_within_a_block_are_refused(op):
-    run_ranks(split_fp8, 2, op)
+    assert run_ranks(run, 2) == [shape] * 2

@@ -96,8 +96,8 @@ def make(n: int, mode: Mode, seed: int = 0) -> State:
     return state
 
 
-def clone(state: State) -> State:
-    return {name: t.clone() for name, t in state.items()}
+def clone(state: State, device: str | None = None) -> State:
+    return {name: t.to(device or t.device, copy=True) for name, t in state.items()}
 
 
 def step(states: list[State], mode: Mode, hypers=HYPER, **kwargs) -> None:
@@ -122,7 +122,7 @@ def part(state: State, start: int, stop: int) -> State:
 
 
 def same_bits(a: State, b: State) -> bool:
-    return all(torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8)) for n in b)
+    return all(torch.equal(a[n].to(b[n].device).view(U8), b[n].view(U8)) for n in b)
 
 
 @pytest.fixture(params=MODES, ids=lambda name: name.replace(" ", "-"))
@@ -501,13 +501,9 @@ CHUNK = 8192  # its kChunk
 ARGUMENT_WORDS = 4088  # its kWords
 
 
-def to(state: State, device: str) -> State:
-    return {name: t.to(device) for name, t in state.items()}
-
-
 def on_cpu(states: list[State], mode: Mode, *args, **kwargs) -> list[State]:
     """The same step by the CPU kernel; the states stay as they are."""
-    copies = [clone(to(state, "cpu")) for state in states]
+    copies = [clone(state, "cpu") for state in states]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "cuda_on_cpu", False)
         step(copies, mode, *args, **kwargs)
@@ -518,19 +514,16 @@ def check(states: list[State], mode: Mode, device: str, hypers=HYPER, **kwargs) 
     """One step of clones on the device against the CPU's."""
     expected = on_cpu(states, mode, hypers, **kwargs)
     moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
-    got = [clone(to(state, device)) for state in states]
+    got = [clone(state, device) for state in states]
     step(got, mode, hypers, **moved)
-    for one, wanted in zip(got, expected):
-        back = to(one, "cpu")
-        assert same_bits(back, wanted), [n for n in wanted if not back[n].equal(wanted[n])]
+    assert all(map(same_bits, got, expected))
 
 
 def shift_on(state: State, offsets: dict[str, int], device: str) -> State:
     moved = {}
     for name, t in state.items():
-        offset = offsets.get(name, 0)
-        room = torch.zeros(t.numel() + offset, dtype=t.dtype, device=device)
-        moved[name] = room[offset:].copy_(t)
+        memory = torch.zeros(t.numel() + offsets.get(name, 0), dtype=t.dtype, device=device)
+        moved[name] = memory[offsets.get(name, 0) :].copy_(t)
     return moved
 
 
@@ -545,20 +538,20 @@ def test_cuda_has_the_bits_of_the_cpu(cuda_device, mode):
         options = {"found_inf": torch.tensor(found), "zero_grad": zero_grad}
         check([make(600, mode)], mode, cuda_device, **options)
     n = CHUNK + 1024 + 13
-    whole, expected = to(make(n, mode), cuda_device), on_cpu([make(n, mode)], mode)[0]
+    whole, expected = clone(make(n, mode), cuda_device), on_cpu([make(n, mode)], mode)[0]
     cuts = [0, 256, 512 if mode.moment == U8 else 515, CHUNK + 256, n]
     parts = clone(whole)
     step_flat(whole, [(a, b, 0, a) for a, b in itertools.pairwise(cuts)], mode)
-    assert same_bits(to(whole, "cpu"), expected)
+    assert same_bits(whole, expected)
     views = [part(parts, a, b) for a, b in itertools.pairwise(cuts)]
     step(views, mode, first_indices=cuts[:-1])
-    assert same_bits(to(parts, "cpu"), expected)
+    assert same_bits(parts, expected)
     state = make(700, mode)
     (expected,) = on_cpu([state], mode)
     for offsets in (*({name: 1} for name in state), *(dict.fromkeys(state, n) for n in (1, 2, 4))):
         moved = shift_on(state, offsets, cuda_device)
         step([moved], mode)
-        assert same_bits(to(moved, "cpu"), expected), offsets
+        assert same_bits(moved, expected), offsets
 
 
 @sweep("name", ["fp32", "bf16 full", "bf16 remainder", "fp16 full fp32 grad 8-bit moments"])
@@ -568,10 +561,9 @@ def test_cuda_at_the_edges(cuda_device, name):
     values = [0.0, -0.0, 1e-45, -1e-40, 1e38, -3e38, 65504.0, 1e-8, 3.0, float("inf")]
     state["grad"] = torch.tensor(values).repeat(30).to(mode.grad)
     (expected,) = on_cpu([state], mode)
-    got = to(clone(state), cuda_device)
+    got = clone(state, cuda_device)
     step([got], mode)
-    for key, t in to(got, "cpu").items():
-        torch.testing.assert_close(t, expected[key], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(clone(got, "cpu"), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_hypers_are_read_on_the_device_and_not_on_the_host(cuda_device, monkeypatch):
@@ -581,11 +573,11 @@ def test_hypers_are_read_on_the_device_and_not_on_the_host(cuda_device, monkeypa
     monkeypatch.setattr(adamw, "_step_torch", lambda *_: pytest.fail("read on the host"))
     mode, values = MODES["fp32"], [torch.tensor(x) for x in (3e-3, 0.85, 0.99, 1e-7, 0.05, 12.0)]
     state = make(5000, mode)
-    got = to(clone(state), cuda_device)
+    got = clone(state, cuda_device)
     step([got], mode, Hyper(*(x.to(cuda_device) for x in values)))
     monkeypatch.setattr(choice, "proofs", {})
     (expected,) = on_cpu([state], mode, Hyper(*(x.item() for x in values)))
-    assert same_bits(to(got, "cpu"), expected)
+    assert same_bits(got, expected)
 
 
 def ranges_of_a_launch(mode: Mode) -> int:
@@ -659,22 +651,17 @@ def test_encoding_takes_the_nearest_level(n, signed):
     x = x if signed else x.abs()
     codes, scale = encode_moment(x, signed=signed)
     assert codes.dtype == torch.uint8
-    assert scale.shape == (-(-n // MOMENT_BLOCK),)
     got = decode_moment(codes, scale, signed=signed)
     table = torch.arange(256, dtype=torch.uint8)
-    if signed:
-        table = table[table != 128]  # -128 is not used
-    for i in range(0, n, MOMENT_BLOCK):
-        block = x[i : i + MOMENT_BLOCK]
-        levels = decode_moment(table, scale[i // MOMENT_BLOCK][None], signed=signed)
-        allowed = levels if signed else levels[1:]
-        best = (block[:, None] - allowed).abs().amin(1)
-        error = (got[i : i + MOMENT_BLOCK] - block).abs()
-        assert (error <= best + 2.0**-22 * block.abs()).all()
-        assert scale[i // MOMENT_BLOCK] == block.abs().max()
-    again, scale_again = encode_moment(got, signed=signed)
-    assert torch.equal(again, codes)
-    assert torch.equal(scale_again, scale)
+    table = table[table != 128] if signed else table[1:]  # -128 is not used, 0 for zeros only
+    assert scale.shape == (-(-n // MOMENT_BLOCK),)
+    for block, top, found in zip(x.split(MOMENT_BLOCK), scale, got.split(MOMENT_BLOCK)):
+        levels = decode_moment(table, top[None], signed=signed)
+        best = (block[:, None] - levels).abs().amin(1)
+        assert ((found - block).abs() <= best + 2.0**-22 * block.abs()).all()
+        assert top == block.abs().max()
+    for again, value in zip(encode_moment(got, signed=signed), (codes, scale)):
+        assert torch.equal(again, value)
 
 
 def test_forms_keep_strides_zeros_and_small_squares():

@@ -6,6 +6,7 @@ import importlib
 import pytest
 import torch
 from cells import sweep
+from test_cases import check
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastpar.kernels import Rng, attention, attention_qkvpacked, backend, make_key
@@ -16,9 +17,8 @@ from fastpar.kernels.attention.composed import (
     composed_bwd,
     composed_fwd,
 )
-from fastpar.kernels.reference import attention_ref
+from fastpar.kernels.cases import attention_case
 from fastpar.predict.memory import StepMemory
-from fastpar.testing import assert_matches_oracle
 
 RNG = Rng(make_key(3, 2**32 - 2), 4)  # the sample index crosses 2**32 at the third sample
 
@@ -248,12 +248,7 @@ def test_many_blocks(monkeypatch, kilobytes, queries, causal):
     monkeypatch.setattr(backend, "choice", "torch")
     monkeypatch.setitem(BLOCK_BYTES, "cpu", kilobytes << 10)
     monkeypatch.setitem(BLOCK_QUERIES, "cpu", queries)
-    inputs = [torch.randn(3, 50, n, 16).requires_grad_() for n in (4, 2, 2)]
-
-    def call(op):
-        return lambda q, k, v: op(q, k, v, causal=causal, dropout_p=0.3, rng=RNG)
-
-    assert_matches_oracle(call(attention), call(attention_ref), inputs)
+    check(attention_case(3, 50, 16, 4, "cpu", Hkv=2, p=0.3, causal=causal), torch.float32, "cpu")
 
 
 @sweep("bounds", [None, [0, 500, 512]])

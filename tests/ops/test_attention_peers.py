@@ -6,13 +6,13 @@ import sys
 import pytest
 import torch
 from cells import sweep, torch_attends
+from test_cases import check
 
 from fastpar.kernels import Rng, attention, attention_qkvpacked, backend, choice, make_key
 from fastpar.kernels.attention import peers as attention_peers
 from fastpar.kernels.attention.peers import PEERS, read_forced, read_left_out, refusal
+from fastpar.kernels.cases import attention_case
 from fastpar.kernels.choice import OWN, PeerProof, Proof, trying
-from fastpar.kernels.reference import attention_ref
-from fastpar.testing import assert_matches_oracle
 
 Q = torch.ones(1, 4, 2, 8)
 DROPOUT = {"dropout_p": 0.5, "rng": Rng(make_key(0, 0), 0)}
@@ -20,17 +20,6 @@ DROPOUT = {"dropout_p": 0.5, "rng": Rng(make_key(0, 0), 0)}
 
 def draw(*shape, dtype=torch.float32, device="cpu"):
     return torch.randn(shape, dtype=dtype, device=device).requires_grad_()
-
-
-def check(inputs, pair, **settings):
-    def ours(q, k, v):
-        with trying("attention", pair):
-            return attention(q, k, v, **settings)
-
-    def formula(q, k, v):
-        return attention_ref(q, k, v, **settings)
-
-    return assert_matches_oracle(ours, formula, inputs, eager=formula)
 
 
 @pytest.fixture
@@ -52,10 +41,9 @@ def prove(monkeypatch):
 def test_matches_oracle(pair, causal, dtype):
     if not torch_attends(dtype):
         return
-    inputs = [draw(2, 65, 3, 32, dtype=dtype) for _ in range(3)]
-    assert len(check(inputs, pair, causal=causal)) == 4
     qkv, do = draw(2, 40, 3, 2, 16, dtype=dtype), torch.randn(2, 40, 2, 16).to(dtype)
     with trying("attention", pair):
+        check(attention_case(2, 65, 32, 3, "cpu", causal=causal), dtype, "cpu")
         (packed,) = torch.autograd.grad(attention_qkvpacked(qkv, causal=causal), qkv, do)
         apart = torch.autograd.grad(attention(*qkv.unbind(2), causal=causal), qkv, do)[0]
     assert torch.equal(packed, apart)
@@ -241,9 +229,9 @@ def test_on_a_gpu(name, D):
     why = refusal(name, q, q, q, True)
     if why:
         pytest.skip(why)
-    inputs = [draw(2, 192, 3, D, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
     for pair in (f"{name}/own", name, f"own/{name}")[: 1 if PEERS[name].backward is None else 3]:
-        assert len(check(inputs, pair)) == 4
+        with trying("attention", pair):
+            check(attention_case(2, 192, D, 3, "cuda"), torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("n_files", range(4))

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from cells import cells, slow, sweep
+from test_cases import check
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -17,9 +18,9 @@ from fastpar.kernels.attention.plans import (
     Config,
     tma_reads,
 )
-from fastpar.kernels.reference import attention_ref
-from fastpar.testing import assert_matches_oracle
+from fastpar.kernels.cases import attention_case
 
+F32, F16 = torch.float32, torch.float16
 RNG = Rng(make_key(3, 2**32 - 1), 4)
 ARCHS = [80, 86, 90]
 NO_MASK = (None, 0, 0)
@@ -36,13 +37,6 @@ def arch(request, monkeypatch):
 
 def draw(device, *shape, dtype=torch.float16):
     return torch.randn(shape).to(device, dtype).requires_grad_()
-
-
-def check(inputs, **settings):
-    def call(op):
-        return lambda q, k, v: op(q, k, v, **settings)
-
-    return assert_matches_oracle(call(attention), call(attention_ref), inputs)
 
 
 def run(q, k, v, do, *, cu=None, causal=True):
@@ -64,23 +58,20 @@ def run(q, k, v, do, *, cu=None, causal=True):
 )
 def test_every_configuration(triton_device, arch, variant, D):
     """Lengths that leave a tile of every kind: full, cut by the diagonal, cut by the end."""
-    dtype = torch.float32 if variant == "fp32" else torch.float16
-    inputs = [draw(triton_device, 1, n, 1, D, dtype=dtype) for n in (130, 140, 140)]
-    check(inputs, dropout_p=0.0 if variant == "plain" else 0.3, rng=RNG)
+    p, dtype = 0.0 if variant == "plain" else 0.3, F32 if variant == "fp32" else F16
+    check(attention_case(1, 130, D, 1, triton_device, Tk=140, p=p), dtype, triton_device)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("D", range(16, 129, 8))
 def test_every_head_dim(triton_device, D):
-    inputs = [draw(triton_device, 1, 40, 2, D) for _ in range(3)]
-    check(inputs, dropout_p=0.2, rng=RNG)
+    check(attention_case(1, 40, D, 2, triton_device, p=0.2), F16, triton_device)
 
 
 @pytest.mark.parametrize("p", [127 / 256, 0.5, 200 / 256, slow(1 / 256), slow(255 / 256)])
 def test_every_kind_of_threshold(triton_device, p):
     """Below, at and above 128: four bytes are compared at once."""
-    inputs = [draw(triton_device, 1, 33, 1, 16, dtype=torch.float32) for _ in range(3)]
-    check(inputs, dropout_p=p, rng=RNG)
+    check(attention_case(1, 33, 16, 1, triton_device, p=p), F32, triton_device)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +83,8 @@ def test_the_mask_does_not_depend_on_the_tile(triton_device, monkeypatch, kept, 
     """Drawn or kept as bits."""
     config = Config(*tile, 4, 1, "tma")  # which dropout must not take for its keys
     monkeypatch.setattr(host, "get_config", lambda *_: config)
-    inputs = [draw(triton_device, 1, 140, 1, 16, dtype=torch.float32) for _ in range(3)]
     with BITS.trying((), Mask(kept)):
-        check(inputs, dropout_p=0.4, rng=RNG)
+        check(attention_case(1, 140, 16, 1, triton_device, p=0.4), F32, triton_device)
 
 
 def test_a_section_is_of_the_heads_that_fit():
@@ -248,19 +238,18 @@ def test_kept_bits_are_the_mask(triton_device, sizes, causal, p):
 @pytest.mark.parametrize(
     ("B", "T", "Tk", "D", "Hkv", "dtype", "causal"),
     [
-        (2, 1, 9, 16, 1, torch.float16, True),
-        (1, 40, 40, 40, 2, torch.float32, False),
-        slow(1, 130, 140, 64, 2, torch.float16, True),
-        slow(1, 70, 5, 24, 1, torch.float32, True),
+        (2, 1, 9, 16, 1, F16, True),
+        (1, 40, 40, 40, 2, F32, False),
+        slow(1, 130, 140, 64, 2, F16, True),
+        slow(1, 70, 5, 24, 1, F32, True),
     ],
 )
 def test_attention_with_kept_bits_matches_the_oracle(
     triton_device, B, T, Tk, D, Hkv, dtype, causal
 ):
-    shapes = (T, 2), (Tk, Hkv), (Tk, Hkv)
-    inputs = [draw(triton_device, B, n, h, D, dtype=dtype) for n, h in shapes]
+    case = attention_case(B, T, D, 2, triton_device, Tk=Tk, Hkv=Hkv, p=0.3, causal=causal)
     with BITS.trying((), Mask(1)):
-        check(inputs, causal=causal, dropout_p=0.3, rng=RNG)
+        check(case, dtype, triton_device)
 
 
 def test_bits_are_drawn_once_for_three_kernels(triton_device, recorded):

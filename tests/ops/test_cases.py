@@ -3,7 +3,8 @@ implementations: torch's functions, C++, Triton (interpreted without a GPU), CUD
 one).
 
 An error is within what arithmetic explains ([Note: errors] of cases.py), for the op's own kernels
-also within the 2x rule, which is a promise; and a second call has the same bits.
+also within the 2x rule, which is a promise; and a second call has the same bits. The oracles are
+compared with torch's functions.
 """
 
 import functools
@@ -13,7 +14,9 @@ import torch
 from cells import slow, torch_attends
 
 from fastpar.kernels import backend, cases
-from fastpar.kernels.cases import FP32, FP64, MAKERS, OpCase, cases_of
+from fastpar.kernels import reference as ref
+from fastpar.kernels.cases import FP32, FP64, MAKERS, OpCase, cases_of, evaluate
+from fastpar.kernels.philox import make_key
 
 # rows, last dimension; interpreted kernels cost by their programs
 SIZES = {"attention": (64, 40), "attention_masked": (64, 40), "adamw_step_": (7, 501)}
@@ -36,6 +39,12 @@ def explained(op: str, rows: int, size: int, device: str, number: int, dtype: to
 
 def dtypes_of(case: OpCase) -> list[torch.dtype]:
     return [*case.dtypes, *([FP64] if case.in_fp64 else [])]
+
+
+def check(case: OpCase, dtype: torch.dtype, device: str) -> None:
+    """For tests of single ops: the 2x rule."""
+    for result, errors in case.measure(dtype, device).items():
+        assert errors.max <= errors.bound, (case.op, case.shape, dtype, result, errors)
 
 
 def judge(op, sizes, device, dtypes=(), *, every=False, own=True, able=lambda inputs: True):
@@ -138,3 +147,48 @@ def test_a_proof_on_a_gpu_reaches_loops_and_sums_that_few_rows_do_not():
     on_gpu = [case.shape for case in cases.proof_cases("weight_gradient", 96, "cuda", 64)]
     assert on_gpu[-len(shapes["weight_gradient"]) :] == shapes["weight_gradient"]
     assert cases.proof_cases("route", 8, "cpu", 64) == []
+
+
+# The oracles against torch's own functions in fp64. What torch has not is shown by ops that agree
+# with one: shards that make a whole loss (test_cross_entropy.py), documents that are samples
+# (test_attention.py), published words of Philox and what its mask keeps (test_philox.py).
+
+# fp64: some hundred roundings of 1.1e-16 each, times the cases' conditions of up to 1e4.
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+OPS = ("attention", "layer_norm", "rms_norm", "residual_layer_norm", "residual_rms_norm",
+       "bias_gelu", "gelu_mlp", "embedding", "linear", "cross_entropy", "linear_cross_entropy",
+       "adamw_step_", "permute", "combine", "grouped_linear")  # fmt: skip
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_equals_what_torch_writes(op):
+    """The oracle of every case of kernels/cases.py, and its gradients, beside torch's functions."""
+    judged = 0
+    for case in cases_of(op, 6, 32, more=True, **({"V": 7} if op == "embedding" else {})):
+        torchs = case.stock if op == "attention" else case.eager
+        lengths = " Tk=" in case.shape  # which torch aligns to the first key
+        if lengths or torchs is case.ref or "T=0" in case.shape:
+            continue
+        inputs = list(case.inputs(torch.float32, "cpu").values())
+        want, got = (evaluate(f, inputs, double=True) for f in (torchs, case.ref))
+        assert want.keys() == got.keys()
+        for name, value in want.items():
+            # torch keeps the step of AdamW in fp32: 1 - beta^step is off by some roundings of it.
+            how = {"rtol": 1e-6, "atol": 1e-6} if op == "adamw_step_" else EXACT
+            message = functools.partial("{}: {}: {}".format, case.shape, name)
+            torch.testing.assert_close(got[name], value, **how, msg=message, equal_nan=True)
+        judged += 1
+    assert judged
+
+
+def test_attention_drops_probabilities():
+    q, k, v = torch.randn(3, 1, 4, 2, 8, dtype=FP64)
+    rng = (make_key(1, 0), 1)
+    keep = ref.keep_mask_ref(rng, 0.5, (1, 2, 4, 4)).double()
+    scores = torch.einsum("bthd,bshd->bhts", q, k) / 8**0.5
+    scores = scores.masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf)
+    expected = torch.einsum("bhts,bshd->bthd", scores.softmax(-1) * keep * 2, v)
+    found = ref.attention_ref(q, k, v, dropout_p=0.5, rng=rng)
+    torch.testing.assert_close(found, expected, **EXACT)

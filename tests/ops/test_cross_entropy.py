@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cells import slow, sweep
+from test_cases import check
 
 from fastpar.kernels import (
     backend,
@@ -17,6 +18,7 @@ from fastpar.kernels import (
     linear_cross_entropy,
 )
 from fastpar.kernels.backend import wide
+from fastpar.kernels.cases import loss_of_logits, shards_of_losses
 from fastpar.kernels.loss import TABLE
 from fastpar.kernels.loss.linear_cross_entropy import (
     default_chunk_rows,
@@ -88,22 +90,11 @@ def some(form, values):
     return values[-1:] if backend.choice == "triton" and form == "cpu" else values
 
 
-def check(inputs, **kwargs):
-    """Against the oracle; fp32 arithmetic is promised for 16 bits too."""
-    assert_matches_oracle(
-        lambda *a: cross_entropy(*a, **kwargs),
-        lambda *a: cross_entropy_ref(*a, **kwargs),
-        inputs,
-        eager=lambda x, t: cross_entropy_ref(x.float(), t, **kwargs),
-    )
-
-
 @pytest.mark.parametrize(
     ("pad", "dtype"), [(47, torch.float32), slow(0, torch.bfloat16), slow(47, torch.float16)]
 )
 def test_gpt2_vocabulary(form, pad, dtype):
-    inputs = of_logits(3, 50257, form, pad=pad, dtype=dtype)
-    check(inputs, vocab_size=50257, label_smoothing=0.1, z_loss=1e-4)
+    check(loss_of_logits(3, 50257, pad, "both, each"), dtype, form)
 
 
 def test_padding_is_left_out(form):
@@ -260,18 +251,13 @@ def test_inplace_is_noticed_by_whoever_needs_the_logits():
 
 @each_loss
 def test_only_what_is_needed(make):
-    """No graph without gradients, no gradient of what is frozen or of nothing at all."""
+    """No graph and no gradients where none are needed; of frozen tensors see test_op.py."""
     inputs = make(20, 70)
     with torch.no_grad():
         loss = loss_of(*inputs)
     assert not loss.requires_grad
     assert torch.equal(loss, loss_of(*inputs))
-    _, *grads = gradients(*inputs)
     *leaves, targets = inputs
-    for needed, want in zip(leaves, grads):
-        given = [x if x is needed else x.detach() for x in leaves]
-        (got,) = torch.autograd.grad(loss_of(*given, targets), needed)
-        assert torch.equal(got, want)
     given, options = [x.detach() for x in leaves], (targets, 70, -100, "mean", 0.0, 0.0)
     if make is of_logits:
         outputs = torch.ops.fastpar.cross_entropy(*given, *options, False)
@@ -428,14 +414,13 @@ def combine(logits, targets, cuts, scale, *, z_loss=0.0, vocab_size=None):
 @sweep(("cuts", "z_loss"), [((500,), 0.01), ((333, 700), 0.0), ((1, 999), 0.01)])
 def test_shards_make_the_whole_loss(form, cuts, z_loss):
     """Two and three shards, the last with padding, against the oracle of the whole."""
+    options = {"z_loss": z_loss, "vocab_size": 990}
 
     def shards(x, t):
-        return combine(x, t, cuts, torch.ones((), device=form), z_loss=z_loss, vocab_size=990)
+        return combine(x, t, cuts, torch.ones((), device=form), **options)
 
     def whole(x, t):
-        leaf = x.detach().requires_grad_()
-        losses = cross_entropy_ref(leaf, t, vocab_size=990, reduction="none", z_loss=z_loss)
-        return losses.detach(), torch.autograd.grad(losses.sum(), leaf)[0]
+        return gradients(x, t, oracle=True, reduction="none", **options)
 
     def eager(x, t):
         losses, grad = whole(x.float(), t)
@@ -636,24 +621,9 @@ def test_every_kind_of_tile(triton_device, monkeypatch, v, pad):
     config = {"U": 2, "W": 32, "num_warps": 1, "maxnreg": 64}
     monkeypatch.setattr(triton, "config", lambda row_bytes, size, how: config)
     for dtype in DTYPES[: 1 + v % 2]:
-        logits, targets = of_logits(9, v, triton_device, pad=pad, dtype=dtype)
-        check((logits, targets), vocab_size=v, label_smoothing=0.1, reduction="none")
-
-    def like(x, found):  # a gradient has the logits' dtype
-        return found.to(x.dtype) if isinstance(found, torch.Tensor) else found
-
-    lse = logits.detach().float()[:, :v].logsumexp(-1)
-    given = (logits.detach(), targets, lse, torch.randn(9).to(triton_device))
-    for op, ref, n in (
-        (cross_entropy_shard, cross_entropy_shard_ref, 2),
-        (cross_entropy_shard_grad, cross_entropy_shard_grad_ref, 4),
-    ):
-        assert_matches_oracle(
-            lambda *a, op=op: op(*a, vocab_size=v),
-            lambda *a, ref=ref: ref(*a, vocab_size=v),
-            given[:n],
-            eager=lambda x, *a, ref=ref: like(x, ref(x.float(), *a, vocab_size=v)),
-        )
+        check(loss_of_logits(9, v, pad, "both, each"), dtype, triton_device)
+    for case in shards_of_losses(9, v, triton_device):
+        check(case, dtype, triton_device)
 
 
 @pytest.mark.parametrize(
@@ -666,7 +636,7 @@ def test_every_configuration(triton_device, v, how):
     warps = triton.config(2 * v, 2, TABLE.get(90))["num_warps"]
     assert warps == {8192: 4, 8193: 8, 32769: 16, 50257: 16}[v]
     with TABLE.trying((), TABLE.candidates(90)[how]):
-        check(of_logits(2, v, triton_device, dtype=torch.float16, ignored=False), z_loss=1e-3)
+        check(loss_of_logits(2, v, 0, "z-loss 0.01"), torch.float16, triton_device)
 
 
 def test_configurations_fit_the_notes():

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from cells import slow, sweep
+from test_cases import check
 
 from fastpar.kernels import (
     Rng,
@@ -17,9 +18,9 @@ from fastpar.kernels import (
     rms_norm,
     triton_launch,
 )
+from fastpar.kernels.cases import residual_norm
 from fastpar.kernels.norm import TABLE, Config
 from fastpar.kernels.reference import layer_norm_ref, residual_layer_norm_ref
-from fastpar.testing import assert_matches_oracle
 
 
 def leaf(*shape, dtype=torch.float32):
@@ -54,22 +55,15 @@ def test_the_mask_is_keep_mask(form, shape):
     assert torch.equal(dx != 0, want)
 
 
-def test_only_what_is_used_and_needed():
-    """Without a gradient of y; residual_out unused, as by the last norm of a model; gradients that
-    nobody needs change nothing."""
+def test_only_what_is_used():
+    """Without a gradient of y; residual_out unused, as by the last norm of a model."""
     x, r, w = leaf(2, 3, 8), leaf(2, 3, 8), leaf(8)
-    _, out = residual_layer_norm(x, r, w)
-    for grad in torch.autograd.grad(out.sum(), (x, r)):
+    y, out = residual_layer_norm(x, r, w)
+    for grad in torch.autograd.grad(out.sum(), (x, r), retain_graph=True):
         assert torch.equal(grad, torch.ones(2, 3, 8))
-    y, _ = residual_layer_norm(x, r, w)
     want = residual_layer_norm_ref(x, r, w)[0]
     grads, wanted = (torch.autograd.grad(z.sin().sum(), (x, r, w)) for z in (y, want))
-    for a, b in zip(grads, wanted):
-        torch.testing.assert_close(a, b)
-    for needed, whole in zip((x, r, w), grads):
-        args = [t if t is needed else t.detach() for t in (x, r, w)]
-        (got,) = torch.autograd.grad(residual_layer_norm(*args)[0].sin().sum(), needed)
-        assert torch.equal(got, whole)
+    torch.testing.assert_close(grads, wanted)
 
 
 def ones(*shape, **kwargs):
@@ -112,16 +106,6 @@ def test_what_is_refused():
 # Triton
 
 
-def check(inputs, p=0.0):
-    """residual_layer_norm of (x, residual, weight, bias, x_bias) against the oracle."""
-
-    def of(op):
-        how = {"dropout_p": p, "rng": Rng(make_key(3, 5), 2)}
-        return lambda x, r, w, b=None, xb=None: op(x, r, w, b, x_bias=xb, **how)
-
-    assert_matches_oracle(of(residual_layer_norm), of(residual_layer_norm_ref), inputs)
-
-
 def test_rows_apart_are_not_copied(recorded, draw):
     """A slice of a wider tensor is read in place."""
     from fastpar.kernels.norm import triton
@@ -154,31 +138,29 @@ def test_tiles():
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("how", [Config(16, 16, 2), Config(64, 24, 8)])
-def test_every_kind_of_config(draw, how):
+def test_every_kind_of_config(triton_device, how):
     """Several warps a row, one, and several rows a program."""
     with TABLE.trying((), how):
-        check([draw(2, 5, 300), draw(2, 5, 300), draw(300), draw(300)])
+        check(residual_norm(10, 300, 0.0, triton_device), torch.float32, triton_device)
 
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("c", [4100, slow(2500), slow(16384)])
-def test_wide_rows(draw, c, triton_device):
+def test_wide_rows(c, triton_device):
     """Rows that warps share; from 4096 on rows whose columns programs share in backward."""
     # fp16, because the interpreter adds what warps exchange one after another, a GPU in a tree.
     dtype = torch.float32 if triton_device == "cuda" else torch.float16
-    inputs = [draw(1, 2, c, dtype=dtype), draw(1, 2, c, dtype=dtype)]
-    check(inputs + [draw(c, dtype=dtype) for _ in range(3)], p=0.1)
+    check(residual_norm(2, c, 0.1, triton_device), dtype, triton_device)
 
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("arch", [90, *(slow(a) for a in triton_launch.SMS if a != 90)])
-def test_every_arch(monkeypatch, draw, arch):
+def test_every_arch(monkeypatch, triton_device, arch):
     """Its number of programs, and so few that each walks over several tiles, some over one more."""
     monkeypatch.setattr(triton_launch, "INTERPRETED_ARCH", arch)
-    inputs = [draw(2, 13, 200) for _ in range(2)] + [draw(200) for _ in range(3)]
     for sms in (1, triton_launch.SMS[arch]):
         monkeypatch.setattr(triton_launch, "_INTERPRETED_SMS", sms)
-        check(inputs)
+        check(residual_norm(26, 200, 0.0, triton_device), torch.float32, triton_device)
 
 
 def test_more_programs_than_one_block_of_partials(monkeypatch, triton_device):

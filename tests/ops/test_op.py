@@ -235,6 +235,15 @@ def test_no_gradient_is_no_gradient(products):
         assert all(t.grad is None or not t.grad.any() for t in leaves[1:]), name
 
 
+def test_what_is_frozen_changes_no_other_gradient(products):
+    for name, case in cases():
+        dy = torch.randn_like(case.op(*case.tensors))
+        _, *grads = grads_of(case, case.tensors, dy)
+        for i, want in enumerate(grads):
+            given = [t.clone().requires_grad_(j == i) for j, t in enumerate(case.tensors)]
+            same(name, torch.autograd.grad(case.op(*given), given[i], dy), [want])
+
+
 def test_gradients_in_batches(products):
     for name, case in cases():
         leaves = [t.clone().requires_grad_() for t in case.tensors]
