@@ -144,6 +144,9 @@ def test_import_and_export_give_the_same_bytes(pair, transformers, tmp_path, dty
     assert (again.config.eos_token_id, again.config.bos_token_id) == (7, None)
     assert again.dtype == dtype
     assert bytes_of(again.state_dict()) == bytes_of(theirs.state_dict())
+    idx = random_ids(theirs.config, theirs.config.n_positions)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(idx).logits, theirs(idx).logits)
 
 
 @pytest.fixture

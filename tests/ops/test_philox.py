@@ -385,7 +385,7 @@ OF_RNG = [  # words, shape, rng; of dropout and of keep_mask
 ]  # fmt: skip
 REFUSALS = [  # words, op, tensors, rng or other arguments
     *((words, dropout, (torch.ones(shape), 0.1, rng), {}) for words, shape, rng in OF_RNG),
-    *((words, keep_mask, (rng, 0.1, shape), {}) for words, shape, rng in OF_RNG),
+    *((words, keep_mask, (rng, 0.1, shape, "cpu"), {}) for words, shape, rng in OF_RNG),
     *((words, residual_layer_norm, (X, X, X[0, 0]), rng)
       for words, shape, rng in OF_RNG if shape == X.shape),
     *((r"expected 0 <= p < 1, got p=", dropout, (X, p), {}) for p in (-0.1, 1.0, 1.5, math.nan)),

@@ -152,7 +152,12 @@ assert repr(caught) == recorded and "tt.divisibility" in recorded, (caught, reco
 
 # A launch again is what Triton would launch.
 ran = []
-WIDTHS = {"u1": 8, "i32": 32, "i64": 64, "fp32": 32}
+POINTER = ".u64 .ptr .global .align 1 p", 8  # in PTX, in bytes
+PARAMETERS = {  # by what a kind starts with
+    "*": [POINTER], "constexpr": [], "u1": [(".u8 p", 1)], "i32": [(".u32 p", 4)],
+    "i64": [(".u64 p", 8)], "fp32": [(".f32 p", 4)],
+    "tensordesc": [(".align 64 .b8 p[128]", 128), *[(".u32 p", 4)] * 2, *[(".u64 p", 8)] * 2],
+}
 META = {"swizzle": 3, "elem_size": 2, "elem_type": 1, "block_size": [16, 32], "fp4_padded": False}
 
 class Compiled:  # says which kernel ran, and with what
@@ -165,21 +170,10 @@ class Compiled:  # says which kernel ran, and with what
             tensordesc_meta=[META] * tiles or None,
         )
         self.packed_metadata = ()
-        kinds, self.sizes = [], []
-        for kind in signature.values():
-            if kind.startswith("*"):
-                kinds.append(".u64 .ptr .global .align 1 p")
-                self.sizes.append(8)
-            elif kind.startswith("tensordesc"):
-                kinds += [".align 64 .b8 p[128]", ".u32 p", ".u32 p", ".u64 p", ".u64 p"]
-                self.sizes += [128, 4, 4, 8, 8]
-            elif kind != "constexpr":
-                bits = WIDTHS[kind]
-                kinds.append(f".{'f' if kind == 'fp32' else 'u'}{bits} p")
-                self.sizes.append(bits // 8)
-        kinds += [".u64 .ptr .global .align 1 p"] * (2 + MORE)
-        self.sizes += [8, 8]
-        text = ",".join("\\n.param " + kind for kind in kinds)
+        found = [p for kind in signature.values() for start, some in PARAMETERS.items()
+                 if kind.startswith(start) for p in some] + [POINTER] * 2
+        self.sizes = [size for _, size in found]
+        text = ",".join("\\n.param " + kind for kind, _ in found + [POINTER] * MORE)
         self.asm = {"ptx": f".visible .entry k({text}\\n)"}
 
     def run(self, x, y, z, stream, function, metadata, about, enter, leave, *args):
@@ -277,16 +271,16 @@ fake.expect([])
 assert again() == (1, 0)
 assert triton_launch.launch(here._kinds_kernel, (3, 0), tiles[0]) is None  # an empty grid
 calls = []
-knobs.runtime.launch_enter_hook = lambda about: calls.append(about)  # a profiler's
-assert again() == (0, 1)
-knobs.runtime.launch_enter_hook = None
-assert again() == (1, 0)
-knobs.runtime.debug = True
-assert again() == (0, 1)
-knobs.runtime.debug = False
-here._kinds_kernel.add_pre_run_hook(lambda *args, **kwargs: calls.append(0))
-assert again() == (0, 1) and calls[-1] == 0
-here._kinds_kernel.pre_run_hooks.clear()
+for owner, name, value in (  # the first is a profiler's
+    (knobs.runtime, "launch_enter_hook", print), (knobs.runtime, "debug", True),
+    (here._kinds_kernel, "pre_run_hooks", [lambda *args, **kwargs: calls.append(0)]),
+):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    assert again() == (0, 1)
+    setattr(owner, name, before)
+    assert again() == (1, 0)
+assert calls == [0]
 for _ in range(3):  # Triton mends descriptors of little memory
     before = fake.get("direct")
     triton_launch.launch(here._kinds_kernel, (3,), *[memory[torch.float32]] * 5, tiles[3],
@@ -301,13 +295,11 @@ assert again() == (1, 0)
 MORE = 1  # a Triton whose kernels take one parameter more
 assert again(BLOCK=128) == again(BLOCK=128) == again(BLOCK=128) == (0, 1)
 MORE = 0
-fake.set("result", 700)
-with pytest.raises(RuntimeError, match="launch: expected the driver to take a kernel, got error "
-                   "700 .CUDA_ERROR_OF_A_TEST"):
-    again()
-fake.set("result", 2)
-with pytest.raises(RuntimeError, match="launch: expected a descriptor of a tile, got error 2"):
-    again()
+for result, words in ((700, "the driver to take a kernel, got error 700 .CUDA_ERROR_OF_A_TEST"),
+                      (2, "a descriptor of a tile, got error 2")):
+    fake.set("result", result)
+    with pytest.raises(RuntimeError, match="launch: expected " + words):
+        again()
 fake.set("result", 0)
 assert again() == (1, 0)
 with pytest.raises(TypeError, match="launch: expected a kernel and a grid"):
