@@ -195,10 +195,10 @@ def test_names_and_an_earlier_forward_of_the_instance_stay():
     assert "forward" not in vars(model.stages[0][0])
 
 
-@sweep("how", ["deepcopy", "pickle"])
-def test_copies_recompute_their_own_blocks(how):
+@sweep("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_recompute_their_own_blocks(copied):
     model = recompute(gpt(), "selective")
-    other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    other = copied(model)
     for block in other.h:
         assert block.forward.block is block
         assert block.forward.mode == "selective"
@@ -222,25 +222,23 @@ def test_without_gradients_nothing_is_recomputed_and_caches_work():
 
 
 @sweep(
-    ("options", "message"),
+    ("call", "message"),
     [
-        ({"mode": "half"}, r"expected a mode of none, full, selective, got mode='half'"),
-        ({"every": 0}, r"expected every >= 1, got every=0"),
-        ({"blocks": nn.Conv2d}, r"got model=Nested without any module of that class; pass blocks="),
-        ({"blocks": [nn.Linear(1, 1)]}, r"got blocks\[0\]=Linear, which is not one; take them"),
-        (
-            {"mode": "selective", "offload": SlowBus(1.0)},
-            "'full' with offload, got mode='selective'",
-        ),
+        *((lambda how=how: recompute(Nested(), **how), words) for how, words in (
+            ({"mode": "half"}, r"expected a mode of none, full, selective, got mode='half'"),
+            ({"every": 0}, r"expected every >= 1, got every=0"),
+            ({"blocks": nn.Conv2d}, r"got model=Nested without any module of that class; pass bl"),
+            ({"blocks": [nn.Linear(1, 1)]}, r"got blocks\[0\]=Linear, which is not one; take them"),
+            ({"mode": "selective", "offload": SlowBus(1.0)},
+             "'full' with offload, got mode='selective'"),
+        )),
+        (lambda: recompute(nn.Linear(2, 2)), r"got model=Linear without an nn\.ModuleList"),
+        (lambda: bus_of(torch.device("cpu")), "expected a GPU, got device=cpu"),
     ],
-)
-def test_bad_arguments(options, message):
+)  # fmt: skip
+def test_what_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
-        recompute(Nested(), **options)
-    with pytest.raises(ValueError, match=r"got model=Linear without an nn\.ModuleList"):
-        recompute(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="expected a GPU, got device=cpu"):
-        bus_of(torch.device("cpu"))
+        call()
 
 
 # Inputs of recomputed blocks on the host: the same bits, few of them on the device
