@@ -236,7 +236,7 @@ def test_on_a_gpu(name, D):
 
 @pytest.mark.parametrize("n_files", range(4))
 def test_flash_attn_2_is_not_flash_attn_4(monkeypatch, tmp_path, n_files):
-    """Which has no cute/interface.py."""
+    """Only the latter has the last of these files."""
     for file in ("__init__.py", "cute/__init__.py", "cute/interface.py")[:n_files]:
         (tmp_path / "flash_attn" / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "flash_attn" / file).touch()
