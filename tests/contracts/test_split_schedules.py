@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import covering
-from lone_rank import LoneRun, of_tp
+from lone_rank import LoneRun
 
 from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.comm.collectives import Collectives
@@ -47,7 +47,12 @@ def run_of(axes, *, dp=DP, rank=1, dropout=0.0, **options):
     """A rank that trains, see LoneRun."""
     ranks = math.prod(axes["tp_grid"]) if "tp_grid" in axes else axes["tp"]
     config = GPTConfig(**SIZES, dropout=dropout)
-    return LoneRun(config, IDX, ranks * dp, rank, axes, **options)
+    return LoneRun(lambda: GPT(config), (IDX, IDX), ranks * dp, rank, axes, **options)
+
+
+def of_tp(ops):
+    """Kind and bytes of those inside of layers."""
+    return [f"{op.kind} {op.tensor_bytes}" for op in ops if op.role == "tp"]
 
 
 def partial_elements(run):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fastpar import GPT, AdamW, parallelize
+from fastpar import AdamW, parallelize
 from fastpar.comm.collectives import DONE, Collectives
 from fastpar.comm.mesh import Mesh
 from fastpar.engine.debug import Debug
@@ -45,12 +45,8 @@ class LoneCollectives(Collectives):
 
     def __init__(self, ops, role, group):
         ranks = dist.get_process_group_ranks(group)
-        self.ops, self.role, self.rank, self.world_size = (
-            ops,
-            role,
-            dist.get_rank(group),
-            len(ranks),
-        )
+        self.ops, self.role = ops, role
+        self.rank, self.world_size = dist.get_rank(group), len(ranks)
         self.stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         self.device = torch.device("cpu")
         self._sent = deque()
@@ -140,24 +136,20 @@ class LoneMesh(Mesh):
 
 
 class LoneRun:
-    """A rank that trains a GPT, with its collectives in forward, backward and step.
+    """A rank that trains, with its collectives in forward, backward and step.
 
     Args:
-        idx: tokens and targets of every step.
-        axes: of the mesh.
-        mode: of recomputation; options: of parallelize().
+        build: model(*batch) is a loss; build() is called where the mesh is.
+        axes: of the mesh; mode: of recomputation; options: of parallelize().
+        ops: where collectives are recorded; a model may add its own entries.
     """
 
-    def __init__(self, config, idx, world_size, rank, axes, mode="none", **options):
-        self.idx, self.ops = idx, []
-        self.mesh = LoneMesh(world_size, rank, **axes)
+    def __init__(self, build, batch, world_size, rank, axes=None, mode="none", ops=None, **options):
+        self.batch, self.ops = batch, [] if ops is None else ops
+        self.mesh = LoneMesh(world_size, rank, **axes or {})
         try:
-            self.model = parallelize(
-                GPT(config),
-                self.mesh,
-                Parallel.of(**options),
-                debug=Debug(collectives=heard(self.ops)),
-            )
+            debug = Debug(collectives=heard(self.ops))
+            self.model = parallelize(build(), self.mesh, Parallel.of(**options), debug=debug)
             recompute(self.model, mode)
             self.optimizer = AdamW(self.model.parameters())
         except BaseException:
@@ -174,7 +166,7 @@ class LoneRun:
         """The collectives of each phase, and of zero_grad() at the end."""
         phases = []
         for _ in range(n_micro):
-            loss = self.model(self.idx, self.idx)
+            loss = self.model(*self.batch)
             phases.append(self.said())
             loss.backward()
             phases.append(self.said())
@@ -185,15 +177,10 @@ class LoneRun:
 
     @torch.no_grad()
     def evaluate(self):
-        self.model(self.idx)
+        self.model(self.batch[0])
         return self.said()
 
     def said(self):
         ops = list(self.ops)
         self.ops.clear()
         return ops
-
-
-def of_tp(ops):
-    """Kind and bytes of those inside of layers."""
-    return [f"{op.kind} {op.tensor_bytes}" for op in ops if op.role == "tp"]
