@@ -26,21 +26,21 @@ from same_run import (
     error,
     expected,
     of_row,
+    parallel_model,
+    passes,
     refused,
     run,
     same_numbers,
     same_run,
     train,
     values_of,
+    whole_state,
 )
 from test_memory import assert_a_part, materialized
 
-from fastpar.comm.mesh import Mesh
 from fastpar.engine import bucket
-from fastpar.engine.parallelize import parallelize
-from fastpar.optim.adamw import AdamW
+from fastpar.engine.engine import engine_of
 from fastpar.optim.muon import Muon, muon_groups
-from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 STAGES = (0, 1, 2, 3)
@@ -91,6 +91,7 @@ FAMILIES = {
         "dropout": BOTH,
         "documents": BOTH,
         "counted": BOTH,
+        "loss": ("all", "some", "logits"),
         "n_head": (4, 5),  # a tp that does not divide them pads them
         "time": (6, 5),
         "offload": HOST,
@@ -138,16 +139,18 @@ def effort(row):
 
 @functools.cache
 def rows(family):
-    """`make test` runs those that together have every value, every pair of PAIRED axes, and where
-    data alone is split some settings at every stage: each value, of accum each kind."""
+    """`make test` runs those that together have every value, every pair of PAIRED axes, each loss
+    on each axis, and where data alone is split some settings at every stage: each value, of accum
+    each kind."""
     axes = ("dp", "tp", "grid", "cp", "ep", "pp")
     beside = AT_EVERY_STAGE if family == "data" else ()
 
     def groups(row):
         values = {**vars(row[0]), **vars(row[1])}
         items = {item for item in values.items() if item[0] in FAMILIES[family]}
-        pairs = itertools.combinations([n for n in axes if values[n] not in (None, 1)], 2)
-        items |= PAIRED.get(family, set()).intersection(pairs)
+        on = [n for n in axes if values[n] not in (None, 1)]
+        items |= PAIRED.get(family, set()).intersection(itertools.combinations(on, 2))
+        items |= {(n, "loss", values["loss"]) for n in on if family == "split"}
         kinds = {**values, "accum": row[0].accum.rsplit("_", 1)[0]}
         return items | {(name, kinds[name], values["stage"]) for name in beside}
 
@@ -362,7 +365,7 @@ def test_one_lost_sample_is_far_outside_of_the_bound(monkeypatch, precision, at_
     """And no bound is near a wrong factor."""
     layout, program = Layout(tp=2, accum="full_4"), Program(precision=precision)
     truth = expected(layout, program)
-    exact, limits = values_of(program, truth), bounds(layout, program)
+    exact, limits = values_of(program, truth), bounds(layout.micro_batches, program)
     for key, bound in limits.items():
         assert 0 < bound < at_most * exact[key].abs().max(), key
     given = Loop.given
@@ -418,27 +421,20 @@ def test_an_overflow_on_one_rank_skips_everywhere():
 
 
 def overflow(layout, name):
-    mesh = Mesh(dp=layout.dp, tp=layout.tp)
-    model = build(Program(), 0)
-    parallelize(model, mesh, Parallel.of(**layout.settings()))
-    loop = Loop(Program(clip=True), layout, model, model)
-    loop.optimizer.grad_scale = 8.0
-    bad = [mesh.rank == 3]
-
-    def make_infinite(grad):
-        return grad * float("inf") if bad[0] else grad
-
-    dict(model.named_parameters())[name].register_hook(make_infinite)
+    program = Program(clip=True)
+    model = parallel_model(layout, program, {}, 0)
+    loop, rank = Loop(program, layout, model, model), engine_of(model).mesh.rank
+    loop.scale = loop.optimizer.grad_scale = 8.0
+    factors = [float("inf") if rank == 3 else 1.0, 1.0]
+    dict(model.named_parameters())[name].register_hook(lambda grad: grad * factors[0])
     skipped, unchanged = [], []
     for step in range(2):
-        before = {n: p.clone() for n, p in model.state_dict().items()}
-        loop.scale = 8.0
-        loop.backward(step, mesh.dp_rank)
+        before = whole_state(model)
+        passes(loop, step)
         loop.step()
         skipped.append(loop.optimizer.skipped)
-        after = model.state_dict()
-        unchanged.append(all(torch.equal(p, before[n]) for n, p in after.items()))
-        bad[0] = False
+        unchanged.append(all(torch.equal(p, before[n]) for n, p in model.state_dict().items()))
+        del factors[0]
     return skipped, unchanged, loop.norms
 
 
@@ -447,17 +443,14 @@ def overflow(layout, name):
 
 def test_padding_stays_zero():
     """Weights behind the last of 5 heads and of 300 tokens; rows are multiples of 128 a rank."""
-    program = Program(precision="fp64", n_head=5, vocab_size=300)
+    layout, program = Layout(tp=4), Program(precision="fp64", n_head=5, vocab_size=300)
 
     def one():
-        mesh = Mesh(tp=4)
-        model = build(program, mesh.rank)
-        parallelize(model, mesh)
-        optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        model = parallel_model(layout, program, {}, 0)
+        loop, mesh = Loop(program, layout, model, model), engine_of(model).mesh
         for step in range(2):
-            Loop(program, Layout(), model, model).backward(step, 0)
-            optimizer.step()
-            optimizer.zero_grad()
+            passes(loop, step)
+            loop.step()
         qkv, proj = (model.get_parameter(f"h.0.attn.{n}.weight") for n in ("c_attn", "c_proj"))
         heads = min(2, max(0, 5 - 2 * mesh.tp_rank))
         behind = qkv.unflatten(0, (3, 8))[:, 4 * heads :], proj[:, 4 * heads :]

@@ -5,15 +5,14 @@ gradient that is sent arrives, at its place, once, is shown by a format that los
 tests/contracts/test_same_run.py, `wire`.
 """
 
-import functools
 from collections import Counter
 
 import pytest
+import same_run
 import torch
 import torch.distributed as dist
 from cells import covering, slow
-from same_run import of_row
-from same_run import run as short_run
+from same_run import Loop, build, of_row, parallel_model, passes
 
 import fastpar
 from fastpar.checkpoint.restore import load_checkpoint
@@ -25,17 +24,18 @@ from fastpar.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 SECOND = {"node_size": 2, "secondary_shards": True}
-LAYOUTS = {  # ranks, axes, further options
-    "dp": (2, {}, {}),
-    "more of dp": (4, {}, {}),
-    "nodes": (4, {}, {"node_size": 2}),
-    "tp": (4, {"tp": 2}, {}),
-    "pp, zb-v": (4, {"pp": 2}, {"schedule": "zb-v"}),
-    "cp by keys": (2, {"cp": 2}, {"cp_method": "keys"}),
-    "ep": (4, {"ep": 2}, {}),
-    "accumulation, whole": (2, {}, {"grad_accum_steps": 2, "accumulate": "full"}),
-    "copies": (4, {"replicas": 2}, {"shard_size": 2}),
-    "more nodes": (8, {}, {"node_size": 2}),
+LAYOUTS = {  # rows of test_same_run.py, further options
+    "one": ({}, {}),
+    "dp": ({"dp": 2}, {}),
+    "more of dp": ({"dp": 4}, {}),
+    "nodes": ({"dp": 4}, {"node_size": 2}),
+    "tp": ({"dp": 2, "tp": 2}, {}),
+    "pp, zb-v": ({"dp": 2, "pp": 2, "schedule": "zb-v", "accum": "shard_2"}, {}),
+    "cp by keys": ({"cp": 2, "method": "keys"}, {}),
+    "ep": ({"dp": 4, "ep": 2, "model": "balance", "time": 8}, {}),
+    "accumulation, whole": ({"dp": 2, "accum": "full_2"}, {}),
+    "copies": ({"dp": 4, "shard_size": 2}, {}),
+    "more nodes": ({"dp": 8}, {"node_size": 2}),
 }
 WIRES = {
     "bf16": {"wire_gradients": "bf16"},
@@ -45,63 +45,43 @@ WIRES = {
 }
 
 
-def rows(step, mesh):
-    """The rows of this rank's number along dp, of 8."""
-    draw = torch.Generator().manual_seed(step)
-    tokens = torch.randint(64, (8, 17), generator=draw, device="cpu")
-    n = 8 // mesh.dp_size
-    mine = tokens[mesh.dp_rank * n :][:n]
-    return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+def row_of(layout, stage):
+    return of_row({**LAYOUTS[layout][0], "stage": stage, "clip": True})
 
 
-def start(layout):
-    shape = {"n_expert": 4, "top_k": 2} if "ep" in LAYOUTS[layout][1] else {}
-    n_layer = 4 if "pp" in LAYOUTS[layout][1] else 2
-    return fastpar.GPT(GPTConfig(n_layer, 2, 40, 16, 64, dropout=0.0, **shape), seed=0)
-
-
-def parallel(layout, stage, wire, model=None):
-    _, axes, options = LAYOUTS[layout]
-    options = {**options, **wire}
+def start(layout, stage, wire):
+    """A rank's loop before the first step."""
+    options = {**LAYOUTS[layout][1], **wire} if wire else {}  # nodes need a wire
     if options.get("error_feedback") and stage > 1:
         options["error_buffer"] = options.pop("error_feedback")
     if stage == 0:
         options.pop("wire_weights", None)
-    model = model or start(layout)
-    small = {"bucket_mb": 0.02, "first_bucket_mb": 0.01}
-    asked = fastpar.Parallel.of(zero_stage=stage, **small, **options)
-    model = fastpar.parallelize(model, fastpar.Mesh(**axes), asked)
-    return model, fastpar.AdamW(model.parameters(), lr=1e-2, eps=1e-3, max_grad_norm=1.0)
+    layout, program = row_of(layout, stage)
+    model = parallel_model(layout, program, options, 0)
+    return Loop(program, layout, model, model)
 
 
-def steps(model, optimizer, layout, first, last, each=lambda model: None):
-    """Steps first to last; this rank's whole weights. each: before each micro-batch."""
-    options, engine = LAYOUTS[layout][2], fastpar.engine_of(model)
-    schedule, micro = options.get("schedule", "1f1b"), options.get("grad_accum_steps", 1)
+def advance(loop, first, last, each=lambda model: None):
+    """Steps first to last; this rank's whole weights. each: before each step."""
     for step in range(first, last):
-        for part in range(micro):
-            each(model)
-            x, y = rows(step * micro + part, engine.mesh)
-            if engine.mesh.size("pp") > 1:
-                fastpar.pipeline_step(model, x, y, micro_batches=2, schedule=schedule)
-            else:
-                model(x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    engine.check_replicas(optimizer)
-    return {name: p.clone() for name, p in model.state_dict().items() if p.is_floating_point()}
+        each(loop.model)
+        passes(loop, step)
+        loop.step()
+    fastpar.engine_of(loop.model).check_replicas(loop.optimizer)
+    state = loop.model.state_dict()
+    return {name: p.clone() for name, p in state.items() if p.is_floating_point()}
 
 
-def train(layout, stage, wire, n=2, model=None, each=lambda model: None):
+def train(layout, stage, wire, each=lambda model: None):
     """Whole weights, bytes that were sent, those that are announced, memory."""
-    model, optimizer = parallel(layout, stage, wire, model)
-    found, engine = steps(model, optimizer, layout, 0, n, each), fastpar.engine_of(model)
+    loop = start(layout, stage, wire)
+    found, engine = advance(loop, 0, 2, each), fastpar.engine_of(loop.model)
     return found, engine.report.wire_bytes, engine.wire_bytes(), engine.memory()
 
 
 def runs(layout, stage, wire, **more):
-    stage = stage or int("copies" in layout)
-    return run_ranks(functools.partial(train, layout, stage, wire, **more), LAYOUTS[layout][0])
+    ranks = row_of(layout, stage)[0].ranks
+    return run_ranks(lambda: train(layout, stage, wire, **more), ranks)
 
 
 def same(a, b):
@@ -126,13 +106,13 @@ CELLS = [
 def test_two_runs_are_alike_and_near_the_one_without(layout, stage, wire):
     """On nodes gradients are added up in each node first."""
     one, two = (runs(layout, stage, WIRES[wire]) for _ in range(2))
-    plain = runs("more of dp" if layout == "nodes" else layout, stage, {})
-    begin = start(layout).state_dict()
+    plain = runs(layout, stage, {})
+    begin = build(row_of(layout, stage)[1], 0).state_dict()
     for (a, sent, announced, _), (b, *_), (c, usual, *_) in zip(one, two, plain):
         assert same(a, b)
         assert layout == "more nodes" or sent < usual
         assert 0 < distance(a, c) < 0.6 * distance(c, begin)
-        if not LAYOUTS[layout][1]:
+        if LAYOUTS[layout][0].keys() <= {"dp", "accum", "shard_size"}:
             assert same(a, one[0][0])
             assert sent == sum(announced.values())
 
@@ -140,41 +120,39 @@ def test_two_runs_are_alike_and_near_the_one_without(layout, stage, wire):
 def test_experts_in_fp32_have_the_bits_of_the_run_without():
     """test_same_run.py has them in fp64, which no format sends and no checkpoint has."""
     row = {"dp": 4, "ep": 2, "stage": 1, "model": "balance", "time": 8, "clip": True}
-    plain = short_run(*of_row(row))
+    plain = same_run.run(*of_row(row))
     for more in ({"wire": "gradients"}, {"wire": "weights"}, {"resumed": True}):
-        for a, b in zip(plain, short_run(*of_row({**row, **more})), strict=True):
+        for a, b in zip(plain, same_run.run(*of_row({**row, **more})), strict=True):
             assert same(a["parameters"], b["parameters"]), more
 
 
 @pytest.mark.parametrize(("layout", "stage"), [("tp", 1), slow("pp, zb-v", 3), slow("ep", 2)])
-def test_the_defaults_of_torch_change_no_bit(layout, stage):
-    wire, ranks = {**WIRES["int4, fed back"], "wire_weights": "int8"}, LAYOUTS[layout][0]
-    models = [start(layout) for _ in range(ranks)]
+def test_the_defaults_of_torch_change_no_bit(layout, stage, monkeypatch, default_dtype):
+    wire = {**WIRES["int4, fed back"], "wire_weights": "int8"}
+    plain, (one, program) = runs(layout, stage, wire), row_of(layout, stage)
+    models = [build(program, 0) for _ in range(one.ranks)]
+    monkeypatch.setattr(same_run, "build", lambda *args: models.pop())
 
     def other():
-        torch.set_default_dtype(torch.bfloat16)  # of all ranks, which are threads
         with torch.device("meta"):
-            return train(layout, stage, wire, model=models.pop())
+            return train(layout, stage, wire)
 
-    plain = runs(layout, stage, wire)
-    try:
-        found = run_ranks(other, ranks)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for (a, sent, *_), (b, also_sent, *_) in zip(plain, found):
+    default_dtype(torch.bfloat16)  # of all ranks, which are threads
+    for (a, sent, *_), (b, also_sent, *_) in zip(plain, run_ranks(other, one.ranks)):
         assert same(a, b)
         assert sent == also_sent
 
 
 def resumed(layout, stage, wire, folder, load):
     """Two steps behind a checkpoint: it is written after two steps, or loaded."""
-    model, optimizer = parallel(layout, stage, wire)
+    loop = start(layout, stage, wire)
+    held = {"model": loop.model, "optimizer": loop.optimizer}
     if load:
-        load_checkpoint(folder / "latest", model=model, optimizer=optimizer)
+        load_checkpoint(folder / "latest", **held)
     else:
-        steps(model, optimizer, layout, 0, 2)
-        save_checkpoint(folder, step=2, model=model, optimizer=optimizer)
-    return steps(model, optimizer, layout, 2, 4)
+        advance(loop, 0, 2)
+        save_checkpoint(folder, step=2, **held)
+    return advance(loop, 2, 4)
 
 
 def test_what_was_lost_on_the_wire_is_part_of_a_checkpoint(tmp_path):
@@ -184,7 +162,7 @@ def test_what_was_lost_on_the_wire_is_part_of_a_checkpoint(tmp_path):
     assert same(other, again[1])
     assert not same(whole, run_ranks(resumed, 2, "dp", 1, WIRES["int8"], tmp_path, True)[0])
     with pytest.warns(UserWarning, match="stored compression error of gradients is discarded"):
-        run_ranks(resumed, 4, *of, True)
+        run_ranks(resumed, 4, "more of dp", *of[1:], True)
 
 
 # What was lost is kept
@@ -196,12 +174,11 @@ def test_errors_in_the_memory_of_gradients_are_those_of_a_buffer(layout, name):
     wire = {"wire_gradients": name}
     free = runs(layout, 1, {**wire, "error_feedback": True})
     paid = runs(layout, 2, {**wire, "error_buffer": True})
-    for (a, *_, memory), (b, *_, buffered), (c, *_, usual) in zip(
-        free, paid, runs(layout, 1, wire)
-    ):
+    usual = runs(layout, 1, wire)
+    for (a, *_, memory), (b, *_, buffered), (c, *_, without) in zip(free, paid, usual):
         assert same(a, b)
         assert not same(a, c)
-        assert memory == usual
+        assert memory == without
         assert buffered["errors on the wire"] == buffered["parameters"]
 
 
@@ -249,11 +226,11 @@ def test_what_was_lost_is_sent_later(stage, feedback):
 
 
 def overflow(stage, options, factor):
-    model, optimizer = parallel("dp", stage, options)
-    loss = model(*rows(0, fastpar.engine_of(model).mesh))
-    (loss * (factor if dist.get_rank() == 1 else 1.0)).backward()
-    optimizer.step()
-    return optimizer.grad_norm.isfinite().item()
+    loop = start("dp", stage, options)
+    loop.scale = factor if dist.get_rank() == 1 else 1.0
+    passes(loop, 0)
+    loop.optimizer.step()
+    return loop.optimizer.grad_norm.isfinite().item()
 
 
 @covering(1, STAGES, ("name", ["bf16", "int8", "int4"]))
@@ -290,10 +267,8 @@ def test_processes_have_the_bits_of_threads():
 
 def test_int4_alone_warns_and_one_rank_sends_nothing():
     with pytest.warns(UserWarning, match="int4 gradients without error_feedback converge worse"):
-        run_ranks(parallel, 2, "dp", 1, {"wire_gradients": "int4"})
-    fed = {**WIRES["int8"], "error_feedback": True}
-    alone = [run_ranks(train, 1, "dp", 1, wire)[0][0] for wire in (fed, {})]
-    assert same(*alone)
+        run_ranks(start, 2, "dp", 1, {"wire_gradients": "int4"})
+    assert same(*(runs("one", 1, wire)[0][0] for wire in (WIRES["int4, fed back"], {})))
 
 
 # Nodes
@@ -301,16 +276,16 @@ def test_int4_alone_warns_and_one_rank_sends_nothing():
 
 def averaged(options):
     """Losses with the weights, with their average, and with the weights again."""
-    model, optimizer = parallel("more of dp", 3, options)
-    average, x = AveragedWeights(optimizer, 0.9), rows(9, fastpar.Mesh())
+    loop = start("more of dp", 3, options)
+    average, given = AveragedWeights(loop.optimizer, 0.9), loop.given(9, 0)
     for step in range(3):
-        steps(model, optimizer, "more of dp", step, step + 1)
+        advance(loop, step, step + 1)
         average.update(step + 1)
     with torch.no_grad():
-        losses = [model(*x).item()]
+        losses = [loop.model(**given).item()]
         with average.in_the_model():
-            losses.append(model(*x).item())
-        return [*losses, model(*x).item()]
+            losses.append(loop.model(**given).item())
+        return [*losses, loop.model(**given).item()]
 
 
 def test_weights_that_are_exchanged_are_gathered_anew():
@@ -321,17 +296,16 @@ def test_weights_that_are_exchanged_are_gathered_anew():
 
 def crossed(options, micro):
     """Bytes of weights that a rank gathers over all ranks, and in its node, in a step."""
-    model, _ = parallel("more of dp", 3, options)
-    engine, bytes_of = fastpar.engine_of(model), Counter()
+    loop, bytes_of = start("more of dp", 3, options), Counter()
 
     def note(name):
         return lambda group, op, n_bytes, begin: bytes_of.update({name: n_bytes}) or begin()
 
-    groups = engine.buckets[0].groups
+    groups = fastpar.engine_of(loop.model).buckets[0].groups
     for name in ("gather", "node") if options else ("gather",):
         getattr(groups, name).observers += (note(name),)
-    for part in range(micro):
-        model(*rows(part, engine.mesh)).backward()
+    for _ in range(micro):
+        passes(loop, 0)
     return bytes_of
 
 

@@ -60,7 +60,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpar.axes.tensor.functional import TensorParallel, column_linear, row_linear
+from fastpar.axes.tensor.functional import TensorParallel
 from fastpar.axes.tensor.vocabulary import vocab_embedding, vocab_linear_cross_entropy
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import save_checkpoint
@@ -74,11 +74,13 @@ from fastpar.files.tensor_file import FLOATS
 from fastpar.kernels import Rng, dropout, make_key
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
+from fastpar.nn.tp_layers import ColumnParallelLinear, RowParallelLinear
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.muon import Muon, muon_groups
 from fastpar.optim.schedule import DynamicLossScale, param_groups
 from fastpar.settings import rules
 from fastpar.settings.fields import flat
+from fastpar.settings.mesh import parse_grid
 from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.placements import Partial, Shard, State
@@ -133,8 +135,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        grid = math.prod(map(int, self.grid.split("x"))) if self.grid else 1
-        return self.dp * self.tp * self.cp * self.pp * grid
+        return self.dp * self.tp * self.cp * self.pp * math.prod(parse_grid(self.grid) or (1,))
 
     @property
     def micro(self) -> int:
@@ -226,6 +227,7 @@ class Program:
     frozen: bool = False
     documents: bool = False
     counted: bool = False  # sums of losses, some targets missing; divided by all ranks' tokens
+    loss: str = "all"  # some: targets are missing; logits: a loop's own loss of these
     optimizer: str = "adamw"
     time: int = 6
     n_head: int = HEADS
@@ -246,10 +248,6 @@ class Program:
     @property
     def has_experts(self) -> bool:
         return self.model in self.EXPERTS
-
-    @property
-    def width(self) -> int:
-        return 4 * self.n_head
 
     @property
     def half(self) -> bool:
@@ -276,12 +274,9 @@ def changed(one: Any) -> str:
 # Models
 
 
-def linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    return F.linear(x, layer.weight, layer.bias)
-
-
 class ForeignBlock(nn.Module):
-    """Heads share tau, so that each rank has a part of its gradient; gate is one per feature."""
+    """Plain layers until they are split. Heads share tau, so that each rank has a part of its
+    gradient; gate is one per feature."""
 
     tp_states: ClassVar = {"tau": Partial(), "gate": Shard()}
     tp: TensorParallel | None = None
@@ -290,35 +285,23 @@ class ForeignBlock(nn.Module):
         super().__init__()
         self.p, self.site = p, 2 * layer
         self.ln_1, self.ln_2 = nn.LayerNorm(C), nn.LayerNorm(C)
-        self.qkv, self.proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
-        self.fc, self.out = nn.Linear(C, 4 * C, bias=False), nn.Linear(4 * C, C)
+        self.qkv, self.proj = ColumnParallelLinear(C, 3 * C, groups=3), RowParallelLinear(C, C)
+        self.fc, self.out = ColumnParallelLinear(C, 4 * C, bias=False), RowParallelLinear(4 * C, C)
         self.tau = nn.Parameter(torch.empty(C // HEADS))
         self.gate = nn.Parameter(torch.empty(4 * C))
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
         self.tp = tp
-        columns = {"qkv.weight": Shard(0, groups=3), "qkv.bias": Shard(0, groups=3)}
-        rows = {"proj.weight": Shard(1), "out.weight": Shard(1), "fc.weight": Shard(0)}
-        names = ("ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias", "proj.bias", "out.bias")
-        return {**columns, **rows, **dict.fromkeys(names, tp.per_token)}
-
-    def column(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        if self.tp is None:
-            return linear(x, layer)
-        return column_linear(x, layer.weight, layer.bias, self.tp)
-
-    def row(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        if self.tp is None:
-            return linear(x, layer)
-        return row_linear(x, layer.weight, layer.bias, self.tp)
+        names = ("ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias")
+        return dict.fromkeys(names, tp.per_token)
 
     def forward(self, x: Tensor, shape: torch.Size, key: Tensor | None) -> Tensor:
-        qkv = self.column(self.ln_1(x), self.qkv).view(*shape, 3, -1, C // HEADS)
+        qkv = self.qkv(self.ln_1(x)).view(*shape, 3, -1, C // HEADS)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # [B, H/tp, T, D]
         y = F.scaled_dot_product_attention(q * self.tau, k, v, is_causal=True)
         y = y.transpose(1, 2).flatten(2)
-        x = x + self.drop(self.row(y.view(*x.shape[:-2], -1, y.shape[-1]), self.proj), shape, key)
-        y = self.row(F.gelu(self.column(self.ln_2(x), self.fc) * self.gate), self.out)
+        x = x + self.drop(self.proj(y.view(*x.shape[:-2], -1, y.shape[-1])), shape, key)
+        y = self.out(F.gelu(self.fc(self.ln_2(x)) * self.gate))
         return x + self.drop(y, shape, key, 1)
 
     def drop(self, x: Tensor, shape: torch.Size, key: Tensor | None, n: int = 0) -> Tensor:
@@ -364,7 +347,7 @@ class Foreign(nn.Module):
             x = block(x, shape, key)
         x = self.ln_f(x)
         if tp is None:
-            logits = linear(x, self.head).flatten(0, 1)
+            logits = self.head(x).flatten(0, 1)
             wide = logits if logits.dtype == torch.float64 else logits.float()
             return F.cross_entropy(wide, targets.flatten(), **how)
         return vocab_linear_cross_entropy(x, self.head.weight, targets, tp, vocab_size=V, **how)
@@ -379,7 +362,7 @@ def build(program: Program, seed: int) -> nn.Module:
         with torch.no_grad():
             for name, p in model.named_parameters() if program.has_experts else ():
                 if "router" in name:  # wide apart, so that rounding changes no choice
-                    p *= 20 * (16 / program.width) ** 0.5
+                    p *= 20 * (4 / program.n_head) ** 0.5
                 if name.endswith(("c_proj.bias", "c_fc.bias")):
                     p.copy_(torch.linspace(-0.1, 0.1, p.numel()).view(p.shape))
     else:
@@ -417,7 +400,7 @@ def micro_batch(program: Program, step: int, index: int, rows: int) -> dict[str,
         row = (start + by * torch.arange(program.time + 1)) % program.vocab_size
         found.append(row[:-1])
         targets.append(row[1:].clone())
-        if program.counted:
+        if program.counted or program.loss == "some":
             # Unequally many on ranks, of all 4 a sample: an fp32 divisor is exact.
             most = min(6, program.time)
             targets[-1][: program.time - (8 - most if sample % 8 > 3 else most)] = -100
@@ -452,6 +435,8 @@ class Loop:
 
     def begin(self, model: nn.Module, holder: nn.Module, **o: Any) -> None:
         self.model, limit = model, 0.25 if self.program.clip else float("inf")
+        if self.program.half and model is holder:  # of the reference the holder has the masters
+            o = {"master_weights": True, **o}
         if self.program.optimizer == "muon":
             groups = muon_groups(holder)
             self.optimizer: Any = Muon(groups, lr=1e-2, max_grad_norm=limit, **o)
@@ -478,7 +463,12 @@ class Loop:
         return scaled * float("inf") if self.dynamic and step == OVERFLOW_STEP and last else scaled
 
     def backward(self, step: int, index: int) -> None:
-        loss = self.model(**self.given(step, index))
+        given = dict(self.given(step, index))
+        if self.program.loss == "logits":
+            targets = given.pop("targets").flatten()
+            loss = F.cross_entropy(self.model(**given).flatten(0, 1), targets)
+        else:
+            loss = self.model(**given)
         share = 1 if self.program.counted else self.layout.micro
         self.target(loss / share, step, index).backward()
         self.losses[step, index] = loss.item()
@@ -515,25 +505,16 @@ class Loop:
     def result(self, start: dict[str, Tensor], parameters: dict[str, Tensor]) -> dict[str, Any]:
         names = ("losses", "grads", "norms", "scales")
         found = {name: getattr(self, name) for name in names}
-        return {**found, "start": start, "parameters": parameters, **self.state()}
-
-    def state(self) -> dict[str, Any]:
-        return {"state": self.optimizer.state_dict()["state"]}
-
-
-def of_ranks(layout: Layout) -> dict[str, Any]:
-    """Arguments of a mesh."""
-    grid = tuple(map(int, layout.grid.split("x"))) if layout.grid else None
-    return {n: getattr(layout, n) for n in ("dp", "tp", "cp", "ep", "pp")} | (
-        {"tp_grid": grid, "tp": 1} if grid else {}
-    )
+        found["state"] = self.optimizer.state_dict()["state"]
+        return {**found, "start": start, "parameters": parameters}
 
 
 def parallel_model(
     layout: Layout, program: Program, beside: dict[str, Any], seed: int
 ) -> nn.Module:
     """This rank's. Every rank starts from other weights, which rank 0 replaces."""
-    mesh, beside = Mesh(device="cpu", **of_ranks(layout)), dict(beside)
+    axes, beside = {n: getattr(layout, n) for n in ("dp", "tp", "cp", "ep", "pp")}, dict(beside)
+    mesh = Mesh(device="cpu", tp_grid=parse_grid(layout.grid), **axes)
     model = build(program, seed if layout.pp > 1 or layout.ep > 1 else seed + mesh.rank)
     asked = layout.settings(grad_dtype=torch.float32 if program.half else None)
     debug = Debug(poison=True, bus_gb_s=0.5) if layout.offload else None
@@ -555,27 +536,14 @@ def train(
 ) -> dict[str, Any]:
     """This rank's run; folder: of a checkpoint, where it is resumed."""
     model = parallel_model(layout, program, beside, 0)
-    start, mesh = whole_state(model), engine_of(model).mesh
-    masters = {"master_weights": True} if program.half else {}
-    loop = Loop(program, layout, model, model, **masters)
-    mine = [layout.numbered(mesh.dp_rank, j) for j in range(layout.micro)]
+    start, loop = whole_state(model), Loop(program, layout, model, model)
     counts = []
     for step in range(STEPS):
+        passes(loop, step)
         engine = engine_of(model)
-        names = {p: engine.shards.name_of(p) for p in engine.shards.params}
-        if program.counted:
-            engine.count_tokens(loop.tokens(step, range(mesh.dp_rank, mesh.dp_rank + 1)))
-        if layout.pp > 1:
-            loop.losses[step, mine[0]] = staged_step(loop, mesh, step, mine)
-        else:
-            for j, index in enumerate(mine):
-                quiet = layout.under_no_sync and j < layout.micro - 1
-                with engine.no_sync() if quiet else contextlib.nullcontext():
-                    loop.backward(step, index)
-                if step == READ_STEPS[1] and layout.accum.startswith("shard"):
-                    engine.grads()  # who looks changes nothing
-            if step in READ_STEPS:
-                loop.read(step, {names[p]: g for p, g in engine.grads()})
+        if step in READ_STEPS and layout.pp == 1:
+            names = {p: engine.shards.name_of(p) for p in engine.shards.params}
+            loop.read(step, {names[p]: g for p, g in engine.grads()})
         loop.step()
         if program.has_experts:
             counts.append(model.experts.last.clone())
@@ -585,13 +553,31 @@ def train(
             held = {"model": model, "optimizer": loop.optimizer}
             path = save_checkpoint(folder, step=step, **held)
             model = parallel_model(layout, program, beside, 7)
-            loop.begin(model, model, **masters)
+            loop.begin(model, model)
             load_checkpoint(path, model=model, optimizer=loop.optimizer)
             loop.optimizer.grad_scale = loop.scale
     return {**loop.result(start, whole_state(model)), "counts": counts}
 
 
-def staged_step(loop: Loop, mesh: Mesh, step: int, mine: list[int]) -> float:
+def passes(loop: Loop, step: int) -> None:
+    """All forward and backward passes of a step on this rank."""
+    layout, engine = loop.layout, engine_of(loop.model)
+    rank = engine.mesh.dp_rank
+    mine = [layout.numbered(rank, j) for j in range(layout.micro)]
+    if loop.program.counted:
+        engine.count_tokens(loop.tokens(step, range(rank, rank + 1)))
+    if layout.pp > 1:
+        loop.losses[step, mine[0]] = staged_step(loop, step, mine)
+        return
+    for j, index in enumerate(mine):
+        quiet = layout.under_no_sync and j < layout.micro - 1
+        with engine.no_sync() if quiet else contextlib.nullcontext():
+            loop.backward(step, index)
+        if step == READ_STEPS[1] and layout.accum.startswith("shard"):
+            engine.grads()  # who looks changes nothing
+
+
+def staged_step(loop: Loop, step: int, mine: list[int]) -> float:
     """The loss of this rank's micro-batches, all of which are on the stages at once."""
     given = [loop.given(step, index) for index in mine]
     names = {"idx", "targets", "positions"} & given[0].keys()
@@ -623,8 +609,7 @@ def pairwise(values: list[Tensor]) -> Tensor:
     return functools.reduce(lambda right, left: left + right, reversed(partial))
 
 
-def sequential(values: list[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, values)
+sequential = functools.partial(functools.reduce, torch.add)
 
 
 def reduced(layout: Layout, gradients: list[Tensor]) -> Tensor:
@@ -769,7 +754,9 @@ def error(value: Tensor, exact: Tensor, precision: str, least: float = 1e-300) -
 
 
 @functools.cache
-def _bounds(layout: Layout, program: Program) -> dict[Any, float]:
+def bounds(micro_batches: int, program: Program) -> dict[Any, float]:
+    """How far from fp64 each value may be."""
+    layout = Layout(accum=f"full_{micro_batches}")
     truth = values_of(program, _expected(layout, program, True))
     if program.precision == "fp64":
         found = dict.fromkeys(truth, 1e-12)
@@ -786,18 +773,8 @@ def _bounds(layout: Layout, program: Program) -> dict[Any, float]:
     }
 
 
-def bounds(layout: Layout, program: Program) -> dict[Any, float]:
-    """How far from fp64 each value may be."""
-    return _bounds(Layout(accum=f"full_{layout.micro_batches}"), program)
-
-
-def assert_same_run(
-    layout: Layout, program: Program, results: list[dict[str, Any]]
-) -> tuple[float, Any]:
-    """Every loss, gradient, norm, scale and parameter of every rank is that of the reference.
-
-    Returns the largest share of a bound, and of which value.
-    """
+def assert_same_run(layout: Layout, program: Program, results: list[dict[str, Any]]) -> None:
+    """Every loss, gradient, norm, scale and parameter of every rank is that of the reference."""
     first, truth = results[0], expected(layout, program)
     for rank, result in enumerate(results):
         for name, p in result["start"].items():
@@ -815,8 +792,8 @@ def assert_same_run(
     if layout.splits_data_only and not program.has_experts and not program.counted:
         for rank, result in enumerate(results):
             assert_same_bits(result, truth, f"rank {rank}")
-        return 0.0, ()
-    return _assert_within(layout, program, results, truth)
+    else:
+        _assert_within(bounds(layout.micro_batches, program), program, results, truth)
 
 
 def same_numbers(a: list[float], b: list[float]) -> bool:
@@ -838,22 +815,19 @@ def assert_same_bits(result: dict[str, Any], truth: dict[str, Any], who: str) ->
 
 
 def _assert_within(
-    layout: Layout, program: Program, results: list[dict], truth: dict[str, Any]
-) -> tuple[float, Any]:
-    exact, limits, worst = values_of(program, truth), bounds(layout, program), (0.0, ())
+    limits: dict[Any, float], program: Program, results: list[dict], truth: dict[str, Any]
+) -> None:
+    exact, least = values_of(program, truth), 1e-300
+    if program.has_experts:  # their oracle is another formula, and Muon steps by singular vectors
+        least = 1.0
     losses: dict[Any, float] = {}
     for result in results:
         for key, loss in result["losses"].items():
             assert losses.setdefault(key, loss) == loss, f"loss {key} along tp, cp or pp"
     for rank, result in enumerate(results):
         for key, value in values_of(program, {**result, "losses": losses}).items():
-            # The oracle of experts is another formula, and Muon steps by singular vectors.
-            off = error(
-                value, exact[key], program.precision, 1.0 if program.has_experts else 1e-300
-            )
+            off = error(value, exact[key], program.precision, least)
             assert off <= limits[key], f"rank {rank}: {key}: {off:.2e} above {limits[key]:.2e}"
-            worst = max(worst, (off / limits[key], key))
-    return worst
 
 
 @functools.cache
@@ -901,7 +875,7 @@ def refused(layout: Layout, program: Program, most: int = 8) -> bool:
     config, foreign = program.config, program.model.startswith("foreign")
     rows = samples(layout) // layout.micro_batches
     splits = layout.grid or max(layout.cp, layout.pp, layout.ep) > 1
-    grid = [*map(int, (layout.grid or "1x1").split("x")), 1]
+    grid = [*(parse_grid(layout.grid) or (1, 1)), 1]
     never = (
         layout.ranks > most,
         layout.dp % layout.ep or samples(layout) % layout.micro_batches,
@@ -926,6 +900,8 @@ def refused(layout: Layout, program: Program, most: int = 8) -> bool:
         program.optimizer == "muon" and (program.half or program.frozen),
         program.counted and layout.splits_data_only and program.precision != "fp64",
         program.counted and layout.dp % 3 == 0,
+        program.loss != "all" and (program.counted or layout.pp > 1),
+        program.loss == "logits" and foreign,
         # A step on stages is one call.
         layout.pp > 1 and (layout.under_no_sync or program.precision == "fp16"),
         layout.schedule == "interleaved" and layout.micro % layout.pp,
