@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from fastpar import AdamW, Mesh, engine_of, parallelize
+from fastpar.engine.engine import engine_of_parameter
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
@@ -335,9 +336,13 @@ def test_copies_are_whole_or_refused():
             with engine_of(model).gathered():
                 made = make(model)
             got = made.state_dict()
+            made.zero_grad()
             made(torch.ones(1, C)).sum().backward()
             assert all(p.grad is not None for p in made.parameters())
+            assert all(engine_of_parameter(p) is None for p in made.parameters())
             assert_same(got, expected)
+            parallelize(made, engine_of(model).mesh)
+            assert engine_of(made) is not engine_of(model)
 
     model, optimizer = start()
     step(model, optimizer)

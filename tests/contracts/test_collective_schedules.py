@@ -61,15 +61,15 @@ class Model(nn.Module):
 class Run(LoneRun):
     """A rank that trains; train() and evaluate() return one list of operations."""
 
-    def __init__(self, *, world_size=W, rank=RANK, n_micro=1, **options):
-        self.n_micro, self.d, log = n_micro, options.get("shard_size", W), []
+    def __init__(self, *, world_size=W, rank=RANK, n_micro=1, no_sync=False, **options):
+        self.micro, self.d, log = (n_micro, no_sync), options.get("shard_size", W), []
         options = {"bucket_mb": 1 / 4, "first_bucket_mb": 1 / 16, **options}
         build = functools.partial(Model, log)
         super().__init__(build, (torch.arange(64),), world_size, rank, ops=log, **options)
         self.engine = engine_of(self.model)
 
     def train(self):
-        return [op for ops in super().train(self.n_micro) for op in ops]
+        return [op for ops in super().train(*self.micro) for op in ops]
 
     def words(self, said, *, blocks=False):
         """One for each operation, see [Note: words], and for each block that computes."""
@@ -112,10 +112,14 @@ REDUCE = "ahead a3 a2 a1 a0 aembed C "
 SCATTER = "rhead r3 r2 r1 r0 rembed "
 GATHER = "gembed ghead g0 g1 g2 g3 "
 BACKWARD_3 = "g2 rhead r3 g1 r2 g0 r1 r0 rembed "
+QUIET = {"n_micro": 3, "no_sync": True}  # only the last micro-batch is sent
 FULL = {"n_micro": 2, "accumulate": "full", "grad_accum_steps": 2}
 # Shards in groups of 8 neighbours; a bucket's mean over the 8 copies follows when the bucket's
 # reduce-scatter is over, which is waited for when more than three caps are under way.
 COPIES = "r1 chead r0 c3 rembed c2 c1 c0 cembed C "
+# Prefetch is one unit ahead, and a bucket is launched as soon as its last gradient is there.
+AHEAD = "gembed ghead g0 g1 f0 g2 f1 g3 f2 f3 g2 rhead b3 r3 g1 b2 r2 g0 b1 r1 b0 r0 rembed C"
+NOT_AHEAD = "gembed ghead g0 f0 g1 f1 g2 f2 g3 f3 rhead b3 r3 g2 b2 r2 g1 b1 r1 g0 b0 r0 rembed C"
 SCHEDULES = [  # with f and b: when blocks compute, too
     ({"zero_stage": 0}, REDUCE),
     ({"zero_stage": 1}, SCATTER + "C " + GATHER),
@@ -126,14 +130,14 @@ SCHEDULES = [  # with f and b: when blocks compute, too
     ({"zero_stage": 2, **FULL}, SCATTER + "C " + GATHER),
     ({"zero_stage": 3, "n_micro": 2}, (GATHER + BACKWARD_3) * 2 + "C"),
     ({"zero_stage": 3, **FULL}, GATHER + "g2 g1 g0 " + GATHER + BACKWARD_3 + "C"),
+    *(({"zero_stage": stage, **QUIET}, SCATTER + "C " + GATHER) for stage in (1, 2)),
+    ({"zero_stage": 0, **QUIET}, REDUCE),
+    ({"zero_stage": 3, **QUIET}, (GATHER + "g2 g1 g0 ") * 2 + GATHER + BACKWARD_3 + "C"),
     ({"zero_stage": 2, "shard_size": 8}, "rhead r3 r2 " + COPIES + GATHER),
     ({"zero_stage": 3, "shard_size": 8}, GATHER + "g2 rhead r3 g1 r2 g0 " + COPIES),
-    # Prefetch is one unit ahead, and a bucket is launched as soon as its last gradient is there.
-    ({"zero_stage": 3, "prefetch": 1},
-     "gembed ghead g0 g1 f0 g2 f1 g3 f2 f3 g2 rhead b3 r3 g1 b2 r2 g0 b1 r1 b0 r0 rembed C"),
-    ({"zero_stage": 3, "prefetch": 0},
-     "gembed ghead g0 f0 g1 f1 g2 f2 g3 f3 rhead b3 r3 g2 b2 r2 g1 b1 r1 g0 b0 r0 rembed C"),
-]  # fmt: skip
+    ({"zero_stage": 3, "prefetch": 1}, AHEAD),
+    ({"zero_stage": 3, "prefetch": 0}, NOT_AHEAD),
+]
 
 
 @pytest.mark.parametrize(("settings", "words"), SCHEDULES, ids=str)

@@ -14,6 +14,7 @@ from programs import SMALL, STAGES, Net, batch, fill
 from torch import nn
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
+from fastpar.engine.debug import Debug
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
@@ -31,7 +32,9 @@ class Loop:
         self.engine, optimizer = None, torch.optim.AdamW
         if mesh is not None:
             self.rank = mesh.dp_rank
-            parallelize(self.model, mesh, Parallel.of(zero_stage=stage, **{**SMALL, **options}))
+            asked = Parallel.of(zero_stage=stage, **{**SMALL, **options})
+            bus = Debug(bus_gb_s=2.0, poison=True) if "offload" in options else None
+            parallelize(self.model, mesh, asked, debug=bus)
             self.engine = engine_of(self.model)
             optimizer = torch.optim.AdamW if stock else AdamW
         split = split or (lambda name: 0)
@@ -93,7 +96,10 @@ def ranks_of(world_size, body, tp=1, **options):
     return run_ranks(ranks, world_size * tp)
 
 
-FEW = [(2, {}), (2, {"stage": 3})]
+FEW = [
+    *((2, {}), (2, {"stage": 3})),
+    *((2, {"stage": 2, "offload": "optimizer"}), (2, {"stage": 3, "offload": "parameters"})),
+]
 MORE = [
     *FEW,
     (1, {}),
@@ -274,7 +280,7 @@ def test_loops(cells):
         *((names, {"split": halves}) for names in WITH_TWO),
     ]
     for i, (names, how) in enumerate(every):
-        check(names, cells[i % 2 : i % 2 + 1] if cells is FEW else cells, **how)
+        check(names, cells[i % 4 : i % 4 + 1] if cells is FEW else cells, **how)
     check(BY_HAND, HERE)  # where p.grad is the gradient
 
 
@@ -463,6 +469,13 @@ def test_main_gradients_are_cleared_by_hand():
         moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before)]
         return found, moved
 
+    def none():
+        for model, stage in ((nn.Linear(2, 2), 0), (nn.Linear(2, 2).bfloat16(), 1)):
+            parallelize(model, Mesh(), zero_stage=stage, grad_dtype=torch.float32)
+            model(torch.ones(2, 2, dtype=model.weight.dtype)).sum().backward()
+            assert not hasattr(model.weight, "main_grad")
+
+    run_ranks(none, 2)
     for world_size in (1, 2):
         for found, moved in run_ranks(ranks, world_size):
             assert torch.equal(*found)

@@ -1,7 +1,9 @@
 """Models and passes that engines stumble over: every stage gives the bits of one process."""
 
 import contextlib
-from dataclasses import dataclass, field
+import functools
+import itertools
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -190,8 +192,37 @@ class NoList(nn.Module):
         return self.head(self.second(self.first(self.wte(idx))))
 
 
+class Recurrent(nn.Module):
+    """Cells that ranks call differently often: over sequences of their own length."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.ModuleList((nn.GRUCell(C, C), nn.RNNCell(C, C)))
+
+    def forward(self, x):
+        first = second = torch.zeros(1, C)
+        for row in x:
+            first = self.cells[0](row[None], first)
+            second = self.cells[1](first, second)
+        return second.square().sum()
+
+
+class Branches(nn.Module):
+    """Two in either order: hooks fire in another order, reductions do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(C, C), nn.Linear(C, C)
+
+    def forward(self, x, swapped):
+        first, second = (self.b, self.a) if swapped else (self.a, self.b)
+        return second(first(x)).sum()
+
+
 CASES |= {
     "frozen": Case(frozen),
+    "cells": Case(Recurrent, lambda m, i: m(torch.ones(1 + 3 * i % 4, C) / 3)),
+    "branches in another order": Case(Branches, lambda m, i: m(torch.ones(2, C), i % 2)),
     "unused on a rank": Case(lambda: Extra(lambda i: i % 2), loss_of_extra),
     "unused a step": Case(lambda: Extra(lambda i: 1 < i < 4), loss_of_extra),
     "never used": Case(lambda: Extra(lambda i: False), loss_of_extra),
@@ -207,52 +238,49 @@ CASES |= {
 }
 
 
-# What blocks return
+# What blocks take and return: two tensors and more, in a structure
 
 
 @dataclass
 class Output:
     x: torch.Tensor
+    skip: torch.Tensor
     count: int = 0
-    more: dict = field(default_factory=dict)
+
+
+STRUCTURES = {  # of two tensors, and one tensor of it
+    "dict": (lambda x, y: {"x": x, "more": [y, None]}, lambda s: s["x"] + s["more"][0]),
+    "tuple": (lambda x, y: (x, (y, {"n": 3})), lambda s: s[0] + s[1][0]),
+    "dataclass": (Output, lambda s: s.x + s.skip),
+}
 
 
 class Wrapped(Block):
-    """Takes and returns x inside a structure of the given kind."""
-
-    def __init__(self, kind):
+    def __init__(self, pack, unpack):
         super().__init__()
-        self.kind = kind
+        self.pack, self.unpack = pack, unpack
 
-    def forward(self, x):
-        if self.kind == "dict":
-            return {"x": super().forward(x["x"]), "more": [x["x"] * 2.0, None]}
-        if self.kind == "tuple":
-            return super().forward(x[0]), (x[0], {"n": 3})
-        return Output(super().forward(x.x), x.count + 1, {"skip": x.x * 2.0})
+    def forward(self, s):
+        x = self.unpack(s)
+        return self.pack(super().forward(x), 2.0 * x)
 
 
 class Structured(Net):
-    def __init__(self, kind):
+    def __init__(self, pack, unpack):
         super().__init__()
-        self.kind = kind
-        self.blocks = nn.ModuleList(Wrapped(kind) for _ in range(3))
+        self.blocks = nn.ModuleList(Wrapped(pack, unpack) for _ in range(3))
 
     def forward(self, idx):
         x = self.wte(idx)
-        x = {"dict": {"x": x}, "tuple": (x, None), "dataclass": Output(x)}[self.kind]
+        s = self.blocks[0].pack(x, x)
         for block in self.blocks:
-            x = block(x)
-        if self.kind == "dataclass":
-            x = x.x + x.more["skip"]
-        else:
-            x = x["x"] + x["more"][0] if self.kind == "dict" else x[0] + x[1][0]
-        return self.head(self.norm(x))
+            s = block(s)
+        return self.head(self.norm(self.blocks[0].unpack(s)))
 
 
 CASES |= {
-    f"outputs in a {kind}": Case(lambda kind=kind: Structured(kind))
-    for kind in ("dict", "tuple", "dataclass")
+    f"outputs in a {kind}": Case(functools.partial(Structured, *how))
+    for kind, how in STRUCTURES.items()
 }
 
 
@@ -513,7 +541,7 @@ CASES |= {
     "hooks inside of a unit, in place": unit_case(lambda: Stack(Slowed, lambda x: x.add_(0.5))),
     **{
         f"a unit returns its parameter, {kind}": unit_case(
-            lambda kind=kind: Tables(kind), loss_of_tables
+            functools.partial(Tables, kind), loss_of_tables
         )
         for kind in ("itself", "view", "new")
     },
@@ -584,14 +612,11 @@ def hooked(whole, before):
     return model
 
 
-for stages in ((0, 1, 2), (3,)):
-    whole = 3 not in stages
-    CASES[f"hooks before parallelize, {stages}"] = unit_case(
-        lambda whole=whole: hooked(whole, True), loss_and_seen, stages=stages
-    )
-    CASES[f"hooks after parallelize, {stages}"] = unit_case(
-        lambda whole=whole: hooked(whole, False), loss_and_seen, stages=stages, hang=hang
-    )
+for when, stages in itertools.product(("before", "after"), ((0, 1, 2), (3,))):
+    build = functools.partial(hooked, 3 not in stages, when == "before")
+    after = {} if when == "before" else {"hang": hang}
+    name = f"hooks {when} parallelize, {stages}"
+    CASES[name] = unit_case(build, loss_and_seen, stages=stages, **after)
 
 
 # Backward through a backward

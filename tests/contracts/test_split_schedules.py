@@ -1,17 +1,13 @@
 """What ranks that split layers or sequences say in a step, literally: kind, bytes and order.
 
-One real rank of a lone mesh, as in test_collective_schedules.py.
+One real rank of a lone mesh, as in test_collective_schedules.py. predict/test_exchanges.py compares
+kinds, bytes and ranks of every axis, grids too, with what the planner counts.
 
 [Note: tp] Between blocks of n tokens of C features a layer without sequence parallelism sums [n, C]
 twice forward and twice backward; with it each of these sums is a gather and a reduce-scatter, which
 together are as many bytes, and the inputs of the two column layers are gathered once more in
 backward (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2 and 4.3). The loss adds an
 exchange of 12 bytes a row and rank.
-
-[Note: grid] On r x c ranks a layer's products gather or scatter [n/r, C] along the row, twice
-forward and three times backward of each pair of layers, as tp with sequence parallelism does with
-[n, C]; each gathers its weight along the column forward and backward, and sums its gradient there.
-A norm exchanges two numbers of a token and rank, forward and backward.
 
 [Note: cp] By heads a layer exchanges 8 (cp - 1) / cp^2 of B*T*C elements, both ways, of the heads
 as they are padded; by keys 2 (cp - 1) / cp forward, and twice that backward.
@@ -30,7 +26,6 @@ from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.recorder import ring_bytes
 from fastpar.kernels.global_norm import NORM_WORDS
-from fastpar.nn.recompute import recompute
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
@@ -157,64 +152,6 @@ def test_every_rank_has_the_same_schedule():
     assert all(said == found[0] for said in found)
 
 
-# A grid
-
-
-def of_grid(grid, mode):
-    """Forward and backward of one micro-batch, and the partial sums of stage 0."""
-    r, c, d = (*grid, 1)[:3]
-    n = N // (r * d)
-
-    def along(ranks, *messages):
-        return [message for message in messages if ranks > 1]
-
-    gather, scatter = (f"{kind} {4 * n * C}" for kind in ("all_gather", "reduce_scatter"))
-    norm = along(c, f"all_gather {4 * 2 * n * c}")
-
-    def weight(numel, kind="all_gather"):
-        return along(r, f"{kind} {4 * numel // c}")
-
-    def forward_of(numel, column):
-        return weight(numel) + along(c, gather if column else scatter)
-
-    def backward_of(numel, column):
-        moved = along(c, gather) + along(c, scatter) * column
-        return weight(numel) + moved + weight(numel, "reduce_scatter")
-
-    qkv, proj, fc = 3 * C * C, C * C, 4 * C * C
-    layer = norm + forward_of(qkv, True) + forward_of(proj, False)
-    layer += norm + forward_of(fc, True) + forward_of(fc, False)
-    layer_back = backward_of(fc, False) + backward_of(fc, True) + norm
-    layer_back += backward_of(proj, False) + backward_of(qkv, True) + norm
-    vocabulary = V * c * C  # each column has V rows, some of padding
-    table, of_rows = weight(vocabulary), along(c, f"all_gather {12 * n * c}")
-    forward = table + along(c, scatter) + layer * LAYERS + norm
-    forward += table + along(c, gather) + of_rows + along(r * d, "all_reduce 4")
-    back = along(c, scatter) + weight(vocabulary, "reduce_scatter") + norm
-    again = {"none": [], "selective": norm * 2, "full": layer}[mode]  # of norms, also selective
-    back += (again + layer_back) * LAYERS + along(c, gather) + weight(vocabulary, "reduce_scatter")
-    # Positions; weight and bias of norms; biases.
-    partial = (T * C + (4 * LAYERS + 2) * C + LAYERS * 9 * C) // c
-    return forward, back, along(r, f"all_reduce {4 * partial}")
-
-
-@covering(
-    1,
-    ("grid", [(2, 2), (1, 4), (4, 1), (2, 2, 2), (2, 4)]),
-    ("mode", MODES),
-    ("stage", [0, 1, 2, 3]),
-)
-def test_schedule_of_a_grid(grid, mode, stage):
-    forward, backward, partial = of_grid(grid, mode)
-    with run_of({"tp_grid": grid}, mode=mode, zero_stage=stage) as run:
-        for _ in range(2):
-            said = [of_tp(ops) for ops in run.train()]
-            assert said[0] == forward
-            assert sorted(said[1]) == sorted(backward + partial * (stage == 0))
-            mine = f"all_reduce {4 * partial_elements(run)}"
-            assert said[2] == [mine] * (grid[0] > 1 and stage > 0)
-
-
 @pytest.mark.parametrize("grid", [(2, 2), (1, 4), (4, 1)])
 def test_bytes_of_real_ranks_are_those_of_the_schedule(grid, monkeypatch):
     with run_of({"tp_grid": grid}, dp=1) as run:
@@ -222,8 +159,6 @@ def test_bytes_of_real_ranks_are_those_of_the_schedule(grid, monkeypatch):
         run.ops.clear()
         run.model(IDX, IDX).backward()
         wire = sum(op.wire_bytes for op in run.ops)
-    n_said = sum(map(len, of_grid(grid, "none")))
-    assert n_said == len([op for op in run.ops if op.role == "tp"])
     sent = []
 
     def note(group, op, n_bytes, begin):
@@ -246,22 +181,20 @@ def test_bytes_of_real_ranks_are_those_of_the_schedule(grid, monkeypatch):
 # Ranks that share sequences
 
 
-def of_sequences(cp, method, heads, time, mode="none"):
-    """Bytes that a rank sends by kind in forward and backward, and how many operations."""
+def of_sequences(cp, method, heads, time):
+    """Bytes that a rank sends by kind in forward and backward."""
     model = GPT(GPTConfig(LAYERS, heads, 4 * heads, time, 37, dropout=0.0), seed=0)
     parallelize(model, Mesh(cp=cp), Parallel.of(cp_method=method))
-    recompute(model, mode)
-    sent, said = Counter(), Counter()
+    sent = Counter()
 
     def observer(group, op, n_bytes, begin):
         sent[op] += n_bytes * (cp - 1) / cp  # of others
-        said[op] += 1
         return begin()
 
     model.cp.group.observers = (observer,)
     idx = torch.arange(4 * time).view(4, time) % 37
     model(idx, idx).backward()
-    return sent, said
+    return sent
 
 
 @pytest.mark.parametrize(("cp", "heads"), [(2, 4), (3, 4), (4, 4), (3, 6), (5, 4)])
@@ -272,15 +205,9 @@ def test_bytes_of_cp(cp, heads):
         time = 2 * cp
         padded = -(-heads // cp) * cp if method == "heads" else heads
         units = 4 * 4 * time * padded * 4  # bytes of B*T*C elements
-        for sent, _ in run_ranks(of_sequences, cp, cp, method, heads, time):
+        for sent in run_ranks(of_sequences, cp, cp, method, heads, time):
             if method == "heads":
                 assert sent["all_to_all"] * cp**2 == LAYERS * 8 * (cp - 1) * units
             else:
                 assert sent["all_gather"] * cp == LAYERS * 4 * (cp - 1) * units
                 assert sent["all_to_all"] * cp == LAYERS * 2 * (cp - 1) * units
-
-
-def test_recomputation_sends_the_forward_of_a_block_again():
-    """So that q, k, v and o are not kept twice."""
-    none, selective, full = (run_ranks(of_sequences, 2, 2, "heads", 4, 6, m)[0][1] for m in MODES)
-    assert selective == full == none + Counter({"all_to_all": 4})

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from cells import covering, sweep
+from programs import assert_same
 from torch import nn
 
 from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
@@ -38,25 +39,6 @@ class Some(nn.Linear):
 def sums(engine):
     """The whole gradients."""
     return [g.clone() for _, g in engine.grads()]
-
-
-@sweep("dtype", [torch.bfloat16, torch.float16])
-@sweep("stage", STAGES)
-def test_gradients_in_fp32_add_up_in_fp32(dtype, stage):
-    def of_rank():
-        model, engine = managed(stage, Some(3, 2).to(dtype), grad_dtype=torch.float32)
-        for values in ((1.0, 2.0**-12), (3.0,)):  # the small one is lost in 16 bits
-            for value in values:
-                model(value).backward()
-            grad = sums(engine)[-1]  # of the bias
-            assert (grad.dtype, grad.tolist()) == (torch.float32, [sum(values)] * 2)
-            if stage == 0:
-                assert torch.equal(model.bias.main_grad, grad)
-            model.zero_grad()
-        assert hasattr(model.bias, "main_grad") == (stage == 0)
-
-    run_ranks(of_rank, 2)
-    assert not hasattr(managed(0, nn.Linear(3, 2), grad_dtype=torch.float32)[0].bias, "main_grad")
 
 
 @sweep("stage", STAGES)
@@ -147,11 +129,6 @@ def wide(monkeypatch):
 
     monkeypatch.setattr(BucketState, "take", noting)
     return found
-
-
-def assert_same(a, b):
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @covering(1, ("stage", [0, 1, 2, 3]), ("how", ["plain", "deterministic", "recompute"]))

@@ -11,7 +11,6 @@ from programs import SMALL, Net, assert_same, batch, fill, gradients, loss_of
 from torch import nn
 
 from fastpar import GPT, AdamW, GPTConfig, engine_of, parallelize
-from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
@@ -28,72 +27,6 @@ def parallel(stage=0, **options):
     asked = Parallel.of(zero_stage=stage, **SMALL, **options)
     model = parallelize(fill(Net()), Mesh(device="cpu"), asked)
     return model, engine_of(model)
-
-
-def recording(monkeypatch):
-    """Log (rank, bucket) of every reduction that an engine launches."""
-    log = []
-    for name in ("all_reduce", "reduce_scatter"):
-        real = getattr(Collectives, name)
-
-        def logged(self, *args, tag=0, real=real, **kwargs):
-            log.append((self.rank, tag))
-            return real(self, *args, tag=tag, **kwargs)
-
-        monkeypatch.setattr(Collectives, name, logged)
-    return log
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_launch_order_does_not_follow_the_hooks(monkeypatch, stage):
-    """Rank 1 runs its two branches the other way round, so its hooks fire in another order."""
-
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
-
-        def forward(self, x, swapped):
-            first, second = (self.b, self.a) if swapped else (self.a, self.b)
-            return second(first(x)).sum()
-
-    log, fired = recording(monkeypatch), ([], [])
-
-    def ranks():
-        mesh, small = Mesh(), {"bucket_mb": 0.001, "first_bucket_mb": 0.001}
-        model = parallelize(Branches(), mesh, Parallel.of(zero_stage=stage, **small))
-        for name, p in model.named_parameters():
-            p.register_post_accumulate_grad_hook(lambda _, name=name: fired[mesh.rank].append(name))
-        for _ in range(3):
-            model(torch.ones(2, 16), mesh.rank == 1).backward()
-            model.zero_grad()
-        return [tag for rank, tag in log if rank == mesh.rank]
-
-    first, second = run_ranks(ranks, 2)
-    assert fired[0] != fired[1]
-    n = len(set(first))
-    assert n > 1
-    assert first == second == list(range(n)) * 3
-
-
-@stages
-def test_no_sync_sends_nothing_and_what_it_left_is_reduced_once(monkeypatch, stage):
-    """tests/contracts has the sums."""
-    log = recording(monkeypatch)
-
-    def ranks():
-        model, engine = parallel(stage)
-        sent = [0]
-        for quiet in (True, True, False, True):
-            with engine.no_sync() if quiet else contextlib.nullcontext():
-                loss_of(model, engine.mesh.rank).backward()
-            sent.append(sum(rank == engine.mesh.rank for rank, _ in log))
-        for _ in range(2):
-            engine.reduce_rest()
-            sent.append(sum(rank == engine.mesh.rank for rank, _ in log))
-        return [n / len(engine.buckets) for n in sent]
-
-    assert run_ranks(ranks, 2) == [[0, 0, 0, 1, 1, 2, 2]] * 2
 
 
 @stages
@@ -135,25 +68,6 @@ def test_an_engine_refuses_to_step_with_gradients_that_are_not_reduced():
     )
     with pytest.raises(RuntimeError, match="called during a backward"):
         loss_of(model, 0).backward()
-
-
-@stages
-def test_sums_of_half_gradients_are_fp32(stage):
-    class Weight(nn.Linear):
-        def forward(self, x):
-            return (self.weight * x).sum()
-
-    def ranks():
-        mesh = Mesh()
-        model = parallelize(Weight(4, 1).bfloat16(), mesh, zero_stage=stage)
-        model([1.0, 2.0**-8, 2.0**-8, 2.0**-8][mesh.dp_rank]).backward()
-        return engine_of(model).grads()[0][1].clone()
-
-    # In bf16 each of the small terms would vanish next to 1.
-    expected = torch.tensor((1.0 + 3 * 2.0**-8) / 4).bfloat16()
-    for grad in run_ranks(ranks, 4):
-        assert (grad == expected).all()
-    assert expected != torch.tensor(0.25).bfloat16()
 
 
 # Reports and checks

@@ -5,7 +5,6 @@ import gc
 import io
 import os
 import pickle
-import re
 import time
 import weakref
 from typing import ClassVar
@@ -14,29 +13,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import covering, slow, sweep
-from programs import SMALL, Net, assert_same, fill, loss_of
+from programs import SMALL, Net, assert_same, loss_of
 from test_engine import one_rank
 from torch import nn
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
-from fastpar.engine.engine import engine_of_parameter
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.placements import Partial, Replicate, Shard
 from fastpar.testing import run_ranks
 
 
-class Split(nn.Module):
-    """With a frozen part, buffers, and one that is another one on each rank of tp."""
+class Normed(nn.BatchNorm1d):
+    """Buffers are rank 0's, but for one that is another one on each rank of tp."""
 
     def __init__(self, seed):
-        super().__init__()
-        self.net, self.norm = fill(Net()), nn.BatchNorm1d(3)
-        with torch.no_grad():
-            self.net.norm.bias += seed
-            self.net.blocks[0].requires_grad_(False).down.weight += seed
-        self.norm.running_mean.fill_(float(seed))
-        self.norm.num_batches_tracked.fill_(seed)
-        self.tp_states = {name: Replicate() for name, _ in self.named_parameters()}
+        super().__init__(3)
+        self.running_mean.fill_(float(seed))
+        self.num_batches_tracked.fill_(seed)
+        self.tp_states = {"weight": Replicate(), "bias": Replicate()}
 
     def tensor_parallel(self, tp):
         self.register_buffer("first_row", torch.tensor([tp.rank]))
@@ -44,30 +38,16 @@ class Split(nn.Module):
 
 
 @covering(1, ("tp", [1, 2, 4]), ("stage", [0, 1, 2, 3]))
-def test_all_ranks_begin_with_the_values_of_the_first(tp, stage):
+def test_all_ranks_begin_with_the_buffers_of_the_first(tp, stage):
+    """tests/contracts/test_same_run.py has parameters."""
+
     def ranks():
-        mesh = Mesh(tp=tp)
-        model = parallelize(Split(dist.get_rank()), mesh, Parallel.of(zero_stage=stage, **SMALL))
-        return {name: value.clone() for name, value in model.state_dict().items()}
+        model = parallelize(Normed(dist.get_rank()), Mesh(tp=tp), zero_stage=stage)
+        return dict(model.state_dict())
 
     for rank, found in enumerate(run_ranks(ranks, 4)):
         assert tp == 1 or found.pop("first_row") == rank % tp
-        assert_same(found, Split(0).state_dict())
-
-
-def test_copies_and_pickles_leave_the_engine_behind():
-    model = parallelize(Net(), one_rank())
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert all(engine_of_parameter(p) is None for p in other.parameters())
-        assert_same(other.state_dict(), model.state_dict())
-        other.zero_grad()
-        loss_of(other, 0).backward()
-        assert model.wte.weight.grad is None
-        parallelize(other, one_rank())
-        assert engine_of(other) is not engine_of(model)
+        assert_same(found, Normed(0).state_dict())
 
 
 def test_an_engine_lives_as_long_as_a_parameter():
@@ -96,9 +76,7 @@ def test_a_printed_shard_says_what_it_is_and_where_to_look(stage):
         shown += [repr(p.grad), f"{p.grad.T}"]
         AdamW(model.parameters()).step()
         shown += [repr(p), str(p.data)]
-        assert isinstance(p, nn.Parameter)
         with engine_of(model).gathered():
-            assert type(p) is nn.Parameter
             assert repr(p).startswith("Parameter containing:\ntensor([[")
         return shown
 
@@ -107,13 +85,10 @@ def test_a_printed_shard_says_what_it_is_and_where_to_look(stage):
         grad = f"gradient shard of [%s], rank {rank} of 4; engine_of(model).grads() shows it"
         containing = f"Parameter containing:\n{weight}"
         assert shown == [grad % "4, 6", grad % "6, 4", containing, weight]
-
-
-def test_a_printed_gradient_of_another_dtype_says_where_to_look():
     model = parallelize(nn.Linear(6, 4).bfloat16(), Mesh(), grad_dtype=torch.float32)
     model(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
-    shown = "gradient of [4, 6], kept elsewhere; engine_of(model).grads() shows it"
-    assert repr(model.weight.grad) == shown
+    elsewhere = "gradient of [4, 6], kept elsewhere; engine_of(model).grads() shows it"
+    assert repr(model.weight.grad) == elsewhere
 
 
 CELLS = [(tp, stage) for tp in (1, 2) for stage in range(4) if (tp, stage) != (1, 0)]
@@ -247,16 +222,12 @@ def test_a_model_with_experts_on_ranks_of_ep(stage):
 # Reports
 
 
-def test_describe_shows_every_bucket():
+def test_describe_says_what_there_is():
     text = engine_of(parallelize(Net(), one_rank(), Parallel.of(**SMALL))).describe()
     assert text.startswith("engine: stage 0, dp=1, 1 shards, no communication, 1,008 trained param")
     for options in ({"zero_stage": 3}, {"zero_stage": 2, "shard_size": 1}):
         alone = engine_of(parallelize(Net(), one_rank(), Parallel.of(**options))).describe()
         assert alone.startswith("engine: stage 0")  # nobody to share with
-    rows = re.findall(r"^ +(\d+) +- +float32 +(\d+) +[\d.]+ +[\d.]+  (.+)$", text, re.MULTILINE)
-    assert [int(r[0]) for r in rows] == list(range(len(rows)))
-    assert sum(int(r[1]) for r in rows) == 21  # parameters
-    assert rows[-1][2] == "wte.weight"  # it has one of its own
 
     def ranks():
         model = parallelize(nn.Linear(2**9, 2**9), Mesh(), deterministic=True)

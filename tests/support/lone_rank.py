@@ -4,13 +4,14 @@ LoneMesh makes a mesh of any number of ranks. Debug(collectives=heard(ops)) does
 arithmetic of an operation here, as if every rank had this rank's data, and appends it to ops.
 """
 
+import contextlib
 from collections import deque
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from fastpar import AdamW, parallelize
+from fastpar import AdamW, engine_of, parallelize
 from fastpar.comm.collectives import DONE, Collectives
 from fastpar.comm.mesh import Mesh
 from fastpar.engine.debug import Debug
@@ -162,14 +163,16 @@ class LoneRun:
     def __exit__(self, *_):
         self.mesh.__exit__()
 
-    def train(self, n_micro=1):
-        """The collectives of each phase, and of zero_grad() at the end."""
-        phases = []
-        for _ in range(n_micro):
-            loss = self.model(*self.batch)
-            phases.append(self.said())
-            loss.backward()
-            phases.append(self.said())
+    def train(self, n_micro=1, no_sync=False):
+        """The collectives of each phase, and of zero_grad() at the end. no_sync: but for the last
+        micro-batch."""
+        phases, engine = [], engine_of(self.model)
+        for i in range(n_micro):
+            with engine.no_sync() if no_sync and i < n_micro - 1 else contextlib.nullcontext():
+                loss = self.model(*self.batch)
+                phases.append(self.said())
+                loss.backward()
+                phases.append(self.said())
         self.optimizer.step()
         phases.append(self.said())
         self.optimizer.zero_grad()

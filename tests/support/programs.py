@@ -168,15 +168,24 @@ def on_ranks(case, world_size, stage, steps=STEPS):
     return run_ranks(ranks, world_size)
 
 
-def assert_same(got, expected):
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert got[name].dtype == value.dtype, name
-        assert torch.equal(got[name].reshape(value.shape), value), name
+def assert_same(got, expected, where=""):
+    """Tensors, numbers, and dicts and sequences of them, bit for bit; shards are flat."""
+    if isinstance(expected, dict):
+        assert got.keys() == expected.keys(), where
+        for name, value in expected.items():
+            assert_same(got[name], value, f"{where} {name}")
+    elif isinstance(expected, (list, tuple)):
+        for x, y in zip(got, expected, strict=True):
+            assert_same(x, y, where)
+    elif isinstance(expected, torch.Tensor):
+        assert got.dtype == expected.dtype, where
+        assert torch.equal(got.reshape(expected.shape), expected), where
+    else:
+        assert got == expected, where
 
 
-def check(case, world_size, stage):
-    expected = plain(case, world_size)
+def check(case, world_size, stage, steps=STEPS):
+    expected = plain(case, world_size, steps)
     assert all(v.isfinite().all() for v in expected[0].values())
-    for result, want in zip(on_ranks(case, world_size, stage), expected, strict=True):
+    for result, want in zip(on_ranks(case, world_size, stage, steps), expected, strict=True):
         assert_same(result, want)
