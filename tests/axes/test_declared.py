@@ -8,7 +8,7 @@ from cells import sweep
 from torch import nn
 
 from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
-from fastpar.axes.tensor.declared import add_state, find_states
+from fastpar.axes.tensor.declared import find_states
 from fastpar.axes.tensor.functional import TensorParallel
 from fastpar.comm.transports import TorchCollectives
 from fastpar.foreign.tp_plan import Column
@@ -56,32 +56,22 @@ def one_rank():
 
 def test_states_that_contradict_each_other_or_are_of_no_parameter():
     """Tied parameters have the state of either name."""
+    two = (
+        r"parallelize: parameter '1\.scale' has two states, Partial\(\) and Replicate\(\); declare"
+    )
+    none = r"parallelize: Scale declares a state for '1\.shift', which is not a parameter; correct"
 
     def rank():
         model = nn.ModuleList([Scale(3), Scale(3)])
         model[1].scale = model[0].scale
         assert len(find_states(model, one_rank())) == 1
-        p, states = model[0].scale, {}
-        add_state(states, p, Replicate(), "p")
-        for states_of, message in (
-            (
-                {"scale": Replicate()},
-                r"parallelize: parameter '1\.scale' has two states, Partial\(\) and Replicate\(\); "
-                r"declare it once",
-            ),
-            (
-                {"scale": Partial(), "shift": Partial()},
-                r"parallelize: Scale declares a state for '1\.shift', which is not a parameter; "
-                r"correct its tensor_parallel or tp_states",
-            ),
+        for states, message in (
+            ({"scale": Replicate()}, two),
+            ({"scale": Partial(), "shift": Partial()}, none),
         ):
-            model[1].tp_states = states_of
+            model[1].tp_states = states
             with pytest.raises(ValueError, match=message):
                 find_states(model, one_rank())
-        add_state(states, p, Replicate(), "p")  # the same, once more
-        with pytest.raises(ValueError, match=r"parameter 'p' has two states"):
-            add_state(states, p, Partial(), "p")
-        assert states == {p: Replicate()}
 
     run_ranks(rank, 1)
 
@@ -130,34 +120,7 @@ def test_a_model_that_does_not_split_stays_as_it_was(make, tp, options, message)
     run_ranks(rank, tp)
 
 
-# Of GPT
-
-
-@sweep("sequence_parallel", [True, False])
-def test_every_parameter_of_gpt_is_declared_and_reported(sequence_parallel):
-    def rank():
-        model = gpt()
-        parallelize(model, Mesh(tp=4), Parallel.of(sequence_parallel=sequence_parallel))
-        engine = engine_of(model)
-        states = {name: engine.declared.states(p)["tp"] for name, p in model.named_parameters()}
-        return states, engine.tp_report.splitlines()
-
-    per_token = Partial() if sequence_parallel else Replicate()
-    split = {
-        "wte.weight": Shard(0, pad_to=128),
-        "h.0.attn.c_attn.weight": Shard(0, groups=3),
-        "h.0.attn.c_attn.bias": Shard(0, groups=3),
-        "h.0.attn.c_proj.weight": Shard(1),
-        "h.0.mlp.c_fc.weight": Shard(0),
-        "h.0.mlp.c_fc.bias": Shard(0),
-        "h.0.mlp.c_proj.weight": Shard(1),
-    }
-    found, lines = run_ranks(rank, 4)[0]
-    assert found == {name: split.get(name, per_token) for name in gpt().state_dict()}
-    assert lines[0].startswith("tensor parallelism: tp=4, sequence parallelism ")
-    assert lines[0].split()[5].startswith("on" if sequence_parallel else "off")
-    assert "     1 h.*.mlp.c_proj.weight  [32, 128] -> [32, 32]  Shard(1)" in lines
-    assert any(line.startswith("     1 h.*.ln_1.weight  [32]") for line in lines)
+# Reports
 
 
 def test_a_report_of_a_plan():
@@ -169,19 +132,17 @@ def test_a_report_of_a_plan():
         model = nn.ModuleDict({"mlp": mlp, "norm": nn.LayerNorm(8)})
         plan = {"mlp.up": Column(), "mlp.down": "row"}
         parallelize(model, Mesh(tp=2), Parallel.of(**PLAIN), tp_plan=plan)
-        return engine_of(plain).tp_report.splitlines(), engine_of(model).tp_report.splitlines()
+        models = plain, model, parallelize(gpt(), Mesh(tp=2))
+        return [engine_of(model).tp_report for model in models]
 
-    nothing, lines = run_ranks(rank, 2)[0]
-    assert nothing == ["tensor parallelism: tp=1, nothing is split"]
-    assert lines == [
-        "tensor parallelism: tp=2, sequence parallelism off, the given plan",
-        "split over the ranks: 3 parameters, 0.00 MiB of 0.00 MiB here",
-        "     1 mlp.up.weight  [12, 8] -> [6, 8]  Shard(0)",
-        "     1 mlp.up.bias  [12] -> [6]  Shard(0)",
-        "     1 mlp.down.weight  [8, 12] -> [8, 6]  Shard(1)",
-        "replicated, the same gradient on every rank: 1 parameters, 0.00 MiB here",
-        "     1 mlp.down.bias  [8]",
-        "undeclared, assumed the same on every rank: 2 parameters, 0.00 MiB here",
-        "     1 norm.weight  [8]",
-        "     1 norm.bias  [8]",
+    nothing, report, of_gpt = run_ranks(rank, 2)[0]
+    assert nothing == "tensor parallelism: tp=1, nothing is split"
+    assert of_gpt.startswith("tensor parallelism: tp=2, sequence parallelism on")
+    assert "1 h.*.mlp.c_proj.weight  [32, 128] -> [32, 64]  Shard(1)" in of_gpt
+    assert "1 mlp.up.weight  [12, 8] -> [6, 8]  Shard(0)" in report
+    kinds = [kind.split("\n     1 ")[1:] for kind in report.split(" parameters, ")[1:]]
+    assert [[line.split()[0] for line in kind] for kind in kinds] == [
+        ["mlp.up.weight", "mlp.up.bias", "mlp.down.weight"],
+        ["mlp.down.bias"],
+        ["norm.weight", "norm.bias"],
     ]

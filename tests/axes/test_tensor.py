@@ -2,6 +2,7 @@
 whole, and what is under way beside which product."""
 
 import copy
+import functools
 import itertools
 import pickle
 from types import SimpleNamespace
@@ -23,9 +24,9 @@ from fastpar.axes.tensor.functional import (
     row_linear,
     scatter,
 )
-from fastpar.axes.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
+from fastpar.axes.tensor.vocabulary import vocab_embedding, vocab_linear_cross_entropy
 from fastpar.comm.transports import TorchCollectives
-from fastpar.kernels import linear, linear_cross_entropy
+from fastpar.kernels import linear_cross_entropy
 from fastpar.kernels.linear import matmul
 from fastpar.sharding.placements import Partial, Replicate, Shard
 from fastpar.testing import run_ranks
@@ -69,62 +70,48 @@ def ints(*shape, seed=0):
     return torch.randint(-9, 9, shape, generator=generator).double()
 
 
-OPERATORS = ("copy_to", "reduce_from", "gather", "gather partial", "scatter", "scatter partial")
 SHAPES = [((4, 6), 0), ((4, 6), -2), ((4, 6), -1), ((3, 4, 6), 1), ((2, 4, 6), 0), ((2, 4, 6), -1)]
-
-
-def one_operator(name, shape, dim, strided):
-    """This rank's output and input gradient."""
-    tp = make()
-    mine = ints(*shape, seed=tp.rank if name in ("reduce_from", "scatter partial") else 9)
-    if name.startswith("gather"):
-        mine = slices(mine, dim)[tp.rank]
-    if strided:
-        mine = mine.transpose(0, -1).contiguous().transpose(0, -1)
-    x, before = mine.requires_grad_(), mine.detach().clone()
-    op, partial = name.split()[0], "partial" in name
-    if op == "copy_to":
-        y = copy_to(x, tp)
-    elif op == "reduce_from":
-        y = reduce_from(x, tp)
-    else:
-        y = {"gather": gather, "scatter": scatter}[op](x, dim, tp, partial=partial)
-    assert torch.equal(x, before)  # a sum in place would change what others still read
-    assert name == "copy_to" or y.data_ptr() != x.data_ptr()
-    differs = name in ("copy_to", "gather partial")
-    dy = ints(*shape, seed=20 + tp.rank if differs else 20)
-    if op == "scatter":
-        dy = slices(dy, dim)[tp.rank]
-    y.backward(dy.transpose(0, -1).contiguous().transpose(0, -1) if strided else dy)
-    return y.detach(), x.grad, y.is_contiguous()
-
-
-def by_hand(name, shape, dim):
-    """y and dx of every rank."""
-    x, dy = ints(*shape, seed=9), ints(*shape, seed=20)
-    sum_of_x, sum_of_dy = (sum(ints(*shape, seed=s + r) for r in range(RANKS)) for s in (0, 20))
-    y, dx = {
-        "copy_to": (x, sum_of_dy),
-        "reduce_from": (sum_of_x, dy),
-        "gather": (x, dy),
-        "gather partial": (x, sum_of_dy),
-        "scatter": (x, dy),
-        "scatter partial": (sum_of_x, dy),
-    }[name]
-    ys = slices(y, dim) if name.startswith("scatter") else [y] * RANKS
-    return list(zip(ys, slices(dx, dim) if name.startswith("gather") else [dx] * RANKS))
+# Whether x and dy are parts of sums, and which of x and y is a slice.
+OPERATORS = {
+    copy_to: (False, True, ""),
+    reduce_from: (True, False, ""),
+    functools.partial(gather, partial=False): (False, False, "x"),
+    functools.partial(gather, partial=True): (False, True, "x"),
+    functools.partial(scatter, partial=False): (False, False, "y"),
+    functools.partial(scatter, partial=True): (True, False, "y"),
+}
 
 
 @sweep("strided", [False, True])
 @sweep(("shape", "dim"), SHAPES)
-@sweep("name", OPERATORS)
-def test_operators_and_their_adjoints(name, shape, dim, strided):
-    expected = by_hand(name, shape, dim)
-    found = run_ranks(one_operator, RANKS, name, shape, dim, strided)
-    for (y, grad, contiguous), (want, want_grad) in zip(found, expected, strict=True):
-        assert torch.equal(y, want)
-        assert torch.equal(grad, want_grad)
-        assert contiguous or name in ("copy_to", "gather", "gather partial")
+@sweep("op", OPERATORS)
+def test_operators_and_their_adjoints(op, shape, dim, strided):
+    """What goes in is the same on all ranks, a part of a sum, or a slice; so is what comes out."""
+    sums_x, sums_dy, sliced = OPERATORS[op]
+
+    def of_rank(side, seed, rank, summed):
+        x = ints(*shape, seed=seed + rank * summed)
+        x = slices(x, dim)[rank] if side == sliced else x
+        return x.transpose(0, -1).contiguous().transpose(0, -1) if strided else x
+
+    def adjoint():
+        tp = make()
+        x = of_rank("x", 9, tp.rank, sums_x).requires_grad_()
+        before = x.detach().clone()
+        y = op(x, dim, tp) if sliced else op(x, tp)
+        assert torch.equal(x, before)  # a sum in place would change what others still read
+        assert op is copy_to or y.data_ptr() != x.data_ptr()
+        assert y.is_contiguous() or op is copy_to or sliced == "x"
+        y.backward(of_rank("y", 20, tp.rank, sums_dy))
+        return y.detach(), x.grad
+
+    def whole(seed, summed):
+        return sum(ints(*shape, seed=seed + rank) for rank in range(RANKS if summed else 1))
+
+    y, dx = whole(9, sums_x), whole(20, sums_dy)
+    for rank, (found, grad) in enumerate(run_ranks(adjoint, RANKS)):
+        assert torch.equal(found, slices(y, dim)[rank] if sliced == "y" else y)
+        assert torch.equal(grad, slices(dx, dim)[rank] if sliced == "x" else dx)
 
 
 # Layers
@@ -194,25 +181,17 @@ def check_layer(kind, dtype, sp, dims, strided, bias=True, needed=(True, True, T
             assert_close(grad, whole.grad, dtype)
 
 
-kinds = sweep("kind", ["column", "row"])
 sequence = sweep("sp", [True, False])
 
 
-@sweep("strided", [False, True])
-@sweep("dims", [2, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
+@sweep("kind", LINEAR)
 @sequence
-@kinds
-def test_layers_match_the_whole_linear(kind, sp, dtype, dims, strided):
-    check_layer(kind, dtype, sp, dims, strided)
-
-
-@sweep("bias", [True, False])
-@sweep("needed", list(itertools.product([True, False], repeat=3)))
-@sequence
-@kinds
-def test_only_the_gradients_that_are_needed(kind, sp, needed, bias):
-    check_layer(kind, torch.float64, sp, 2, False, bias, needed)
+def test_layers_match_the_whole_linear(kind, sp):
+    """Each dtype, number of dimensions and order of memory; only the gradients that are needed."""
+    for dtype, dims, strided in itertools.product(DTYPES, (2, 3), (False, True)):
+        check_layer(kind, dtype, sp, dims, strided)
+    for bias, *needed in itertools.product([True, False], repeat=4):
+        check_layer(kind, torch.float64, sp, 2, False, bias, needed)
 
 
 @sequence
@@ -341,7 +320,7 @@ def loss_of_a_rank(sp, vocab_size, dtype, factor, ignored, options, needed=(True
     return loss.detach(), mine.grad, share.grad
 
 
-def check_loss(sp, ranks, vocab_size, dtype, factor=1.0, ignored=(), **options):
+def check_loss(sp, ranks, vocab_size, dtype=torch.float64, factor=1.0, ignored=(), **options):
     args = (sp, vocab_size, dtype, factor, ignored, options)
     results = run_ranks(loss_of_a_rank, ranks, *args)
     x, weight, targets = inputs(vocab_size, dtype, factor, ignored)
@@ -367,6 +346,8 @@ LOSSES = [  # ranks, vocabulary, options
     (2, 30, {"ignored": (0,)}),
     (2, 30, {"ignored": (3, 4, 11), "chunk_rows": 3}),
     (2, 30, {"ignored": range(12), "chunk_rows": 3, "reduction": "sum"}),
+    # Logits of about 1e4: exp() of them alone overflows.
+    *((2, 30, {"dtype": dtype, "factor": factor}) for dtype in DTYPES for factor in (1.0, 3e3)),
     # 4 ranks with 4 rows each: one, two or three have padding alone, and one is cut.
     *((4, vocab_size, {}) for vocab_size in (2, 4, 5, 13)),
 ]  # fmt: skip
@@ -375,15 +356,7 @@ LOSSES = [  # ranks, vocabulary, options
 @sequence
 @sweep(("ranks", "vocab_size", "options"), LOSSES)
 def test_loss_and_gradients_are_those_of_the_whole(ranks, vocab_size, sp, options):
-    check_loss(sp, ranks, vocab_size, torch.float64, **options)
-
-
-@sweep("dtype", DTYPES)
-@sequence
-def test_losses_in_each_dtype_and_of_huge_logits(dtype, sp):
-    """Logits of about 1e4: exp() of them alone overflows."""
-    for factor in (1.0, 3e3):
-        check_loss(sp, 2, 30, dtype, factor=factor)
+    check_loss(sp, ranks, vocab_size, **options)
 
 
 def test_other_targets_and_logits_of_minus_infinity():
@@ -439,34 +412,6 @@ def test_only_the_gradients_of_the_loss_that_are_needed(sp):
         assert not loss.requires_grad
 
     run_ranks(rank, 2)
-
-
-def logits_of_a_rank(sp, dims):
-    tp = make(sp)
-    x, weight, _ = inputs(30, torch.float64)
-    x = x if dims == 2 else x.view(2, 6, WIDTH)
-    mine = (tp.slice(x, -2) if sp else x).clone().requires_grad_()
-    share = SHARES.cut(weight, tp.rank, tp.size).requires_grad_()
-    logits = vocab_linear(mine, share, tp)
-    logits[..., :30].square().sum().backward()
-    return logits.detach(), mine.grad, share.grad
-
-
-@sweep("dims", [2, 3])
-@sequence
-def test_logits_are_those_of_the_whole(sp, dims):
-    results = run_ranks(logits_of_a_rank, 2, sp, dims)
-    x, weight, _ = inputs(30, torch.float64)
-    x, weight = (x if dims == 2 else x.view(2, 6, WIDTH)).requires_grad_(), weight.requires_grad_()
-    expected = linear(x, weight)
-    expected.square().sum().backward()
-    for logits, dx, _ in results:
-        assert torch.equal(logits, results[0][0])
-        assert_close(logits[..., :30], expected.detach(), torch.float64)
-        assert sp or torch.equal(dx, results[0][1])
-    dxs = [dx for _, dx, _ in results]
-    assert_close(torch.cat(dxs, -2) if sp else dxs[0], x.grad, torch.float64)
-    assert_close(padded_off([g for _, _, g in results], 30), weight.grad, torch.float64)
 
 
 # Under torch's machinery

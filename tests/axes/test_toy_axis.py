@@ -59,9 +59,8 @@ def test_settings_rules_engine_planner_and_checkpoint_have_it(tmp_path):
     (tmp_path / "text.txt").write_text("to be or not to be\n" * 200)
     command = [sys.executable, "-c", IN_A_PROCESS_THAT_KNOWS_THE_AXIS, json.dumps(COMMANDS)]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=env
-    )
+    how = {"capture_output": True, "text": True, "timeout": 300, "cwd": tmp_path, "env": env}
+    ran = subprocess.run(command, **how)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
     def read(path):
