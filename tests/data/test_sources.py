@@ -326,29 +326,19 @@ def test_files_that_do_not_go_together(tmp_path):
     refused(tmp_path, r"a .bin file for training, got source=.* only a_val.bin")
 
 
-class FakeRows:
+def rows_of(*texts):
     """The part of datasets.Dataset that is used."""
-
-    column_names = ("text", "url")
-
-    def __init__(self, texts):
-        self.texts = texts
-        self._fingerprint = str(len(texts))
-
-    def select_columns(self, columns):
-        assert columns == ["text"]
-        return self
-
-    def iter(self, batch_size):
-        for start in range(0, len(self.texts), batch_size):
-            yield {"text": self.texts[start : start + batch_size]}
+    rows = types.SimpleNamespace(column_names=("text", "url"), _fingerprint=str(len(texts)))
+    rows.select_columns = lambda columns: {("text",): rows}[tuple(columns)]
+    rows.iter = lambda batch_size: ({"text": texts[i : i + 2]} for i in range(0, len(texts), 2))
+    return rows
 
 
 def test_dataset_names(tmp_path, monkeypatch):
     known = {
-        ("org/name", None): {"train": FakeRows(["one", "", None, "two"])},
-        ("org/name", "conf"): {"train": FakeRows(["three"]), "validation": FakeRows(["four"])},
-        ("org/only-test", None): {"test": FakeRows(["five"])},
+        ("org/name", None): {"train": rows_of("one", "", None, "two")},
+        ("org/name", "conf"): {"train": rows_of("three"), "validation": rows_of("four")},
+        ("org/only-test", None): {"test": rows_of("five")},
     }
 
     def load_dataset(path, config):
