@@ -39,7 +39,7 @@ def padding(dropped=5):
     return mask
 
 
-def told(**settings):
+def having(**settings):
     """Settings of every attention, and of the model."""
 
     def edit(model):
@@ -84,9 +84,11 @@ CALLS = [
      "GPT2Attention: output_attentions=True", 2),
     (lambda: gpt2(attn_pdrop=1.0), None, {}, f"GPT2Attention: {RATES}", 2),
     (lambda: gpt2(attn_pdrop=1e-4), None, {}, f"GPT2Attention: {RATES}", 2),
-    (gpt2, told(reorder_and_upcast_attn=True), FORWARD, "GPT2Attention: reorder_and_upcast", 2),
-    (gpt2, told(is_causal=False), FORWARD, "GPT2Attention: is_causal=False", 2),
-    (gpt2, told(implementation="fastpar_test"), FORWARD, "GPT2Attention: attn_implementation=f", 2),
+    (gpt2, having(reorder_and_upcast_attn=True), FORWARD,
+     "GPT2Attention: reorder_and_upcast_attn", 2),
+    (gpt2, having(is_causal=False), FORWARD, "GPT2Attention: is_causal=False", 2),
+    (gpt2, having(implementation="fastpar_test"), FORWARD,
+     "GPT2Attention: attn_implementation=fastpar_test", 2),
     (gpt2, with_silu, {}, f"GPT2MLP: {ACTIVATION}", 1),
     (nano, with_silu, {}, f"FeedForward: {ACTIVATION}", 1),
     *(

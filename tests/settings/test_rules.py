@@ -1,4 +1,4 @@
-"""Every rule has a row here that it refuses, told as the one who asked spells settings."""
+"""Every rule refuses a row here, in the spelling of its caller."""
 
 import copy
 from unittest import mock
