@@ -55,7 +55,8 @@ def test_the_trainer_of_transformers(settings):
         numbers.append([each["loss"] for each in trainer.state.log_history[:8]])
         numbers[-1] += [loss.item() for loss in losses]
     close(numbers[1][8:], numbers[0][8:])
-    assert numbers[1][:8] == pytest.approx(numbers[0][:8], abs=1.01e-3)  # of the log's decimals
+    # Logs of older versions have four decimals.
+    assert numbers[1][:8] == pytest.approx(numbers[0][:8], abs=1.01e-4)
     assert type(trainer.optimizer.optimizer).__name__ == "AdamW"
     assert "fastpar" in type(trainer.optimizer.optimizer).__module__
     assert not fastpar.patch(trainer.model).fallbacks or "label_smoothing_factor" in settings
