@@ -519,7 +519,7 @@ def measure(settings: dict[str, Any], run: Run, text: TextSettings, on_step: Ste
     """
     start, how = time.monotonic(), {"threads": run.threads, "device": settings["device"]}
     with ranks.Ranks(run.ranks, **how, quiet=True) as pool:
-        heard = {"timeout_s": SILENCE_S, "heard": lambda said: on_step(*said)}
+        heard = {"timeout_s": SILENCE_S, "on_value": lambda said: on_step(*said)}
         run.merge(pool.call(_train, settings, run, text, **heard))
     run.seconds = round(time.monotonic() - start, 3)
 
