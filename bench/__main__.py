@@ -15,8 +15,6 @@ ran is said, but no time, rate or ratio, which would be those of the overhead. A
 is killed or runs out of its time loses neither its own earlier rows nor the others.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -10,8 +10,6 @@ for a person) and logs.tar.gz. `python -m bench ingest report.json` makes result
 short, those at the end are not started; cells with must=True keep their seconds to the last.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

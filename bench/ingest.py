@@ -6,8 +6,6 @@ report.txt, without paths of that machine, to bench/results/gpu. Then the tables
 drawn anew. A rehearsal (--quick) is no result: with --into DIR what it found goes there instead.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

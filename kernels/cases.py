@@ -17,8 +17,6 @@ inputs. n roundings add up to sqrt(n) of them, times a factor that exceeds LAMBD
 thousands of cases (Higham and Mary 2019, doi 10.1137/18M1226312).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -13,8 +13,6 @@ stock PyTorch. While torch.compile or a fake tensor traces, the op is kept; its 
 runs.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager

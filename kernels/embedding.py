@@ -13,8 +13,6 @@ On a GPU each pass is one or two kernels (embedding_triton.py); elsewhere it is 
 compiled dropout in place.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

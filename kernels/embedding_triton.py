@@ -22,8 +22,6 @@ An id outside [0, V) reads nothing and gives a row of NaN (zeros where dropped);
 left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -17,8 +17,6 @@ Attention drops probabilities: h = head, r = query, c = key.
 Source: Salmon, Moraes, Dror, Shaw 2011, doi 10.1145/2063384.2063405.
 """
 
-from __future__ import annotations
-
 import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@ contiguous in memory, so that it is accessed in 16-byte units at any width. Thei
 dropout itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

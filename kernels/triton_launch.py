@@ -20,8 +20,6 @@ Only the <op>_triton modules import this one, and they are imported at the first
 `import fastpar.kernels` does not import Triton.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

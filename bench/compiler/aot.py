@@ -10,8 +10,6 @@ GPU of that kind would run them. The versions are the installed Triton and the c
 `make aot` puts into build/. A broken rule of aot_rules.py makes the exit status 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

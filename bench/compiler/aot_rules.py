@@ -6,8 +6,6 @@ AOT_EXEMPT = {"<kernel> <call>": {"<rule>": "<reason>"}}, the key an fnmatch pat
 that nothing needs is an error too.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

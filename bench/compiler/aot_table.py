@@ -4,8 +4,6 @@ A row is one launch on one architecture by one Triton version. Nothing in it dep
 that compiled it; counts of nothing are left out.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -9,8 +9,6 @@ floating-point atomics. EXEMPT says which kernels rightly break a rule, and why;
 nothing needs is an error too. Without nvcc nothing is checked, which is said and is no failure.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

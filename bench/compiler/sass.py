@@ -3,8 +3,6 @@
 The disassemblers are those inside Triton. Byte counts are per thread: an LDG.E.128 is 16 bytes.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

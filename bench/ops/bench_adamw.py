@@ -7,8 +7,6 @@ of norm, clip and step. GB/s count the bytes that the algorithm has to move, for
 its own; a peer that passes over memory more often shows fewer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -22,8 +22,6 @@ quantize: "eager" is the same arithmetic in plain torch: rounded to nearest, at 
     neither takes blocks that are not finite apart nor packs 4 bits.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

@@ -15,8 +15,6 @@ What was found is in build/bench/tune.json as soon as a place is done. With --co
 go to the tables. A place's configs are compiled by all cores before they are tried.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -6,8 +6,6 @@ parallelism of torch and DeepSpeed. Ways of fastpar train fastpar.GPT, all other
 from the same weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

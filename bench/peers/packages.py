@@ -3,8 +3,6 @@
 A package that is missing leaves a visible row: refused, not installed.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

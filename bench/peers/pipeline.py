@@ -6,8 +6,6 @@ are added up after the schedule, by hand. DeepSpeed: PipelineModule with a TiedL
 by parameters.
 """
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections.abc import Iterator

@@ -23,8 +23,6 @@ rows in view, one set of numbers for all of a device's rows. With `reached` fitt
 families alone, each family stays within TOLERANCE.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any

@@ -12,8 +12,6 @@ modules.
 Megatron-LM's and DeepSpeed's tensor parallelism need CUDA extensions that do not build for a CPU.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any

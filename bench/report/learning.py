@@ -10,8 +10,6 @@ number of steps until the mean over the seeds reaches the loss that every format
 (interpolated linearly), times the step time.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections import defaultdict

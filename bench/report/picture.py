@@ -5,8 +5,6 @@
 A bar is the least median of all committed machines, a thin line ends at the largest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

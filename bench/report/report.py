@@ -11,8 +11,6 @@ learning.py, published or one bench (attention, ...), and cpu or cuda. Where sev
 machine hold a key, the newest row counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import re

@@ -5,8 +5,6 @@ a cell in CELLS. render() writes the table and the machine under it. The commit 
 table, or in a last column if rows are of several commits.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence

@@ -25,8 +25,6 @@ fastpar and DCP (sync_files=True, its default) do by themselves.
 their bits must sum up to what they did before. A row whose sums differ is refused.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

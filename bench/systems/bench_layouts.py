@@ -30,8 +30,6 @@ largest of all timed steps from the first one's, of the loss. bench/systems/step
 Links are real ones (links.py, 1 Gbit/s); without network namespaces their rows are missing.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

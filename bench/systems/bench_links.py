@@ -22,8 +22,6 @@ communication cannot be hidden. For fastpar the engine's own account stands besi
 left the busier end of the link, headers included.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import statistics

@@ -6,8 +6,6 @@ too. A row's time is the median over steps of the slowest rank's, its memory the
 step of the fullest rank; the predicted ones stand in its notes.
 """
 
-from __future__ import annotations
-
 import gc
 import statistics
 import time

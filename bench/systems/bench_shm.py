@@ -7,8 +7,6 @@ ranks 2 W n, reduce-scatter and all-gather W n + n. "gloo" is torch.distributed'
 Every rank has one thread; a sample is the slowest rank's.
 """
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from typing import Any

@@ -16,8 +16,6 @@ of one small batch; their error against plain PyTorch in fp64 on the same weight
 may be at most twice that of plain PyTorch in the same precision, plus one rounding.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence

@@ -11,8 +11,6 @@ in 16 bits, without sequence parallelism. Nobody has published a comparison with
 x ZeRO-3.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

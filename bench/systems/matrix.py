@@ -11,8 +11,6 @@ The others train bench/peers' plain GPT-2 of the same size on the same text, eac
 of one process, without dropout and with it. Rows go to bench/results/matrix.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -21,8 +21,6 @@ same step repeated by every rank, in turns; medians of the slowest rank, their r
 least ones, and the bytes that ranks sent beside the formula's.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

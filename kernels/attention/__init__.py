@@ -38,8 +38,6 @@ GPU knows how many blocks of keys a document has.
 Source: Vaswani et al. 2017, arXiv 1706.03762; Dao et al. 2022, arXiv 2205.14135.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

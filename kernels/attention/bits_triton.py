@@ -15,8 +15,6 @@ with r[g] the four words of the block's 16-key group g, half h of the kept word 
 j = 2 g + i of (r[g][2 i + h] & 0x80808080) >> j.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -7,8 +7,6 @@ Kept for backward: the inputs and the key of the mask; P and M are computed agai
 bits. Without dropout and documents torch has its own kernel: sdpa().
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Iterator, Sequence

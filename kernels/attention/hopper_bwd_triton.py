@@ -17,8 +17,6 @@ dk. Only for heads of 64: with 128 the sums take 128 of a thread's 240 registers
 3.6) or 128 bytes (3.9) per thread are spilled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -28,8 +28,6 @@ number of tiles the longest is alone.
 Source: Shah et al. 2024, arXiv 2407.08608.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -21,8 +21,6 @@ depending on the batch size.
 layout: such calls run `own`, and are refused if another is forced.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -8,8 +8,6 @@ Plans are computed once for tensors of equal layouts: otherwise a call would spe
 than on the launch. Tiles and sections are arguments, so that a tuned table takes effect at once.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any, NamedTuple

@@ -56,8 +56,6 @@ holds them as [BLOCK_Q, BLOCK_K] and passes p and ds through shared memory inste
 Source: Dao 2023, arXiv 2307.08691.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

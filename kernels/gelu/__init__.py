@@ -14,8 +14,6 @@ gelu_configs.json is arch -> Config; see config_table.py.
 Source: Hendrycks, Gimpel 2016, arXiv 1606.08415.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import NamedTuple
 

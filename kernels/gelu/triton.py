@@ -16,8 +16,6 @@ The number of row ranges follows the number of multiprocessors, so dbias has the
 same GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

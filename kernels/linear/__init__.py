@@ -24,8 +24,6 @@ product for dweight is stored or added as it is, instead of being rounded to 16 
 not under torch.use_deterministic_algorithms: results would depend on the proof.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -252,7 +250,7 @@ def _product_later(a: Tensor, b: Tensor, wide: bool) -> Callable[[Tensor | None]
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fp8: Fp8 | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fp8: "Fp8 | None" = None
 ) -> Tensor:
     """x @ weight.T + bias, drop-in for F.linear.
 

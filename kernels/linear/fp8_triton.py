@@ -9,8 +9,6 @@ A product sums 128 features in the tensor cores, then adds them in fp32 with bot
 Hopper's tensor cores keep about 14 bits of their sums. Products with other scales are torch's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

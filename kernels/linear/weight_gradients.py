@@ -21,8 +21,6 @@ See __init__.py, [Note: wide gradients]. On a GPU the loss and the embedding use
 gradient of a tied table, which both have in fp32, is then never rounded nor copied.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator

@@ -4,8 +4,6 @@ Tuning of the Triton kernels per GPU: cross_entropy_configs.json is arch -> Conf
 config_table.py. The bits of a result may differ between configs, by the order of sums.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from fastpar.kernels.config_table import ConfigTable

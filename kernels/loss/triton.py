@@ -31,8 +31,6 @@ maximum and sum. Nothing is saved. A target in another shard equals no column he
 address.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -22,8 +22,6 @@ The bits of a result may differ between configs, by the order of sums.
 Source: Ba, Kiros, Hinton 2016, arXiv 1607.06450; Zhang, Sennrich 2019, arXiv 1910.07467.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -32,8 +32,6 @@ with idle lanes (256 columns are 16 groups for 32 lanes), and no bit moves betwe
 # Triton compiles a + (b,), not (*a, b), and lets a tuple grow.
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

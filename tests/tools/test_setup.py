@@ -168,12 +168,8 @@ def test_the_builds_of_torch_in_their_order(tmp_path):
 
 STEP = """
 import pytest, torch, fastpar
-from fastpar.kernels import _C, attention, backend, host, keep_freed_memory, quantize_blockwise
+from fastpar.kernels import _C, attention, backend, keep_freed_memory, quantize_blockwise
 assert _C is None and backend.choice == "torch" and not keep_freed_memory()
-assert host.isa() == "none" and host.supported_isas() == ()
-for call in (host.worker_cpus, lambda: host.set_isa("avx2")):
-    with pytest.raises(RuntimeError, match="expected the compiled module.* install fastpar ag"):
-        call()
 with pytest.raises(RuntimeError, match="FASTPAR_BACKEND=torch seed=1; install fastpar again"):
     quantize_blockwise(torch.ones(64), seed=1)
 backend.choice = "auto"  # as where Triton serves
