@@ -22,6 +22,8 @@ scale * (k / 255)^4. The compiled kernel works on these forms (csrc/adamw_math.h
 choice); this file creates them and converts them from and to fp32 for state dicts.
 """
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,11 +35,10 @@ from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
 from fastpar.kernels.op import check_scalar, define_op
 
 MOMENT_BLOCK = 256
-MOMENT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # of csrc/ops.h
-_COPIED_ELEMENTS = 1 << 26  # of scaled or widened gradients that exist at once
 # Codes of csrc/ops.h.
-_MASTERS = {torch.float32: 1, torch.int16: 2}
-_STOCHASTIC = 3
+MOMENT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
+_MASTER_CODES = {None: 0, torch.float32: 1, torch.int16: 2, "stochastic": 3}
+_COPIED_ELEMENTS = 1 << 26  # of scaled or widened gradients that exist at once
 
 
 class Hyper(NamedTuple):
@@ -93,12 +94,10 @@ def check_one(
             "use fp32 or bf16 moments with amsgrad"
         )
     blocks = (-(-p.numel() // MOMENT_BLOCK),)
+    form = torch.float32, blocks, True
     if any(
         (s is not None) != eight_bit
-        or (
-            s is not None
-            and (s.dtype != torch.float32 or s.shape != blocks or not s.is_contiguous())
-        )
+        or (s is not None and (s.dtype, s.shape, s.is_contiguous()) != form)
         for s in scales
     ):
         raise ValueError(
@@ -135,9 +134,6 @@ def check_one(
         )
 
 
-_BELOW = {"beta1": 1.0, "beta2": 1.0}
-
-
 def flatten_hypers(
     hypers: Hyper | Sequence[Hyper], device: torch.device
 ) -> tuple[list[float], list[Tensor], list[int]]:
@@ -153,13 +149,12 @@ def flatten_hypers(
                 slots.append(len(numbers))
                 numbers.append(0.0)
                 continue
-            low, high = (1.0 if name == "step" else 0.0), _BELOW.get(name, float("inf"))
+            low, high = float(name == "step"), 1.0 if name.startswith("beta") else math.inf
             if not low <= value < high:
+                below = "" if high == math.inf else f" and < {high:g}"
+                do = "count from 1" if low else "correct the hyper-parameter"
                 raise ValueError(
-                    f"adamw_step_: expected {name} >= {low:g}"
-                    + (f" and < {high:g}" if name in _BELOW else "")
-                    + f", got {name}={value}; "
-                    + ("count from 1" if name == "step" else "correct the hyper-parameter")
+                    f"adamw_step_: expected {name} >= {low:g}{below}, got {name}={value}; {do}"
                 )
             numbers.append(float(value))
     return numbers, tensors, slots
@@ -230,24 +225,18 @@ def new_moment(param: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None
 def _levels(signed: bool, device: torch.device) -> Tensor:
     """The value of each code for a scale of 1."""
     codes = torch.arange(256, dtype=torch.uint8, device=device)
+    one = torch.ones((), device=device, dtype=torch.float32)
     if signed:
-        t = codes.view(torch.int8).float() * (
-            torch.ones((), device=device, dtype=torch.float32) / 127
-        )
+        t = codes.view(torch.int8).float() * (one / 127)
         return t * t.abs()
-    t = codes.float() * (torch.ones((), device=device, dtype=torch.float32) / 255)
+    t = codes.float() * (one / 255)
     return t * t * (t * t)
 
 
 @torch.no_grad()
 def decode_moment(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
-    """The fp32 values of an 8-bit moment, with the codes' shape and strides.
-
-    Args:
-        codes: uint8, dense.
-        scale: [ceil(codes.numel() / MOMENT_BLOCK)] fp32.
-        signed: True for exp_avg, False for exp_avg_sq.
-    """
+    """The fp32 values of an 8-bit moment, with the codes' shape and strides. codes: uint8, dense;
+    scale: [ceil(codes.numel() / MOMENT_BLOCK)] fp32; signed: True for exp_avg, else exp_avg_sq."""
     flat = _in_memory_order(codes, "decode_moment")
     blocks = -(-flat.numel() // MOMENT_BLOCK)
     if codes.dtype != torch.uint8 or scale.shape != (blocks,) or scale.dtype != torch.float32:
@@ -257,18 +246,15 @@ def decode_moment(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
         )
     values = torch.empty_like(codes, dtype=torch.float32)
     wide = scale.repeat_interleave(MOMENT_BLOCK)[: flat.numel()]
-    _in_memory_order(values, "decode_moment").copy_(
-        _levels(signed, codes.device)[flat.int()] * wide
-    )
+    found = _levels(signed, codes.device)[flat.int()] * wide
+    _in_memory_order(values, "decode_moment").copy_(found)
     return values
 
 
 @torch.no_grad()
 def encode_moment(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """The nearest codes of an fp32 moment, with its shape and strides, and the scales.
-
-    exp_avg_sq > 0 gets a code of at least 1, as in the step.
-    """
+    """The nearest codes of an fp32 moment, with its shape and strides, and the scales. exp_avg_sq >
+    0 gets a code of at least 1, as in the step."""
     flat = _in_memory_order(values, "encode_moment").float()
     blocks = -(-flat.numel() // MOMENT_BLOCK)
     padded = flat.new_zeros(blocks * MOMENT_BLOCK)
@@ -310,10 +296,8 @@ def _upper_half(bits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def master_split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """An fp32 master as (bf16 parameter, int16 remainder); master_join inverts it.
-
-    Exact for every value; nan becomes the nan 0x7fc00000. Strides are kept.
-    """
+    """An fp32 master as (bf16 parameter, int16 remainder), with its strides; master_join inverts
+    it. Exact for every value; nan becomes the nan 0x7fc00000."""
     if master.dtype != torch.float32:
         raise ValueError(
             f"master_split: expected an fp32 master, got dtype={master.dtype}; pass param.float()"
@@ -340,14 +324,6 @@ def master_join(param: Tensor, remainder: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def _storage(p: Tensor, g: Tensor, exp_avg: Tensor, masters: list[Tensor]) -> list[int]:
-    """Codes of (parameter, gradient, moments, master) for the compiled kernels."""
-    master = _STOCHASTIC if p.dtype == torch.bfloat16 else 0
-    if masters:
-        master = _MASTERS[masters[0].dtype]
-    return [DTYPE_CODES[p.dtype], DTYPE_CODES[g.dtype], MOMENT_CODES[exp_avg.dtype], master]
-
-
 def _step_compiled(
     columns: list[list[Tensor]], grad_scale: Tensor | None, found_inf: Tensor | None,
     ranges: list[int], hypers: list[float], hyper_tensors: list[Tensor], hyper_slots: list[int],
@@ -358,7 +334,9 @@ def _step_compiled(
     hypers_at: list[Tensor | None] = [None] * len(hypers)
     for slot, t in zip(hyper_slots, hyper_tensors):
         hypers_at[slot] = t
-    storage = _storage(params[0], grads[0], columns[2][0], columns[5])
+    p, g, exp_avg = (column[0].dtype for column in columns[:3])
+    master = columns[5][0].dtype if columns[5] else "stochastic" if p == torch.bfloat16 else None
+    storage = [DTYPE_CODES[p], DTYPE_CODES[g], MOMENT_CODES[exp_avg], _MASTER_CODES[master]]
     call = (
         [params, ordered, *columns[2:]], ranges, hypers, hypers_at, storage, maximize, zero_grad,
         grad_scale, found_inf, seed,
@@ -379,10 +357,8 @@ def _step_torch(
     ranges: list[int], hypers: list[float], hyper_tensors: list[Tensor], hyper_slots: list[int],
     maximize: bool, zero_grad: bool,
 ) -> None:  # fmt: skip
-    """torch's fused AdamW on fp32 tensors, then a copy to 16-bit parameters.
-
-    Hyper-parameters that are tensors are read on the host.
-    """
+    """torch's fused AdamW on fp32 tensors, then a copy to 16-bit parameters. Hyper-parameters that
+    are tensors are read on the host."""
     params, exp_avgs, masters = columns[0], columns[2], columns[5]
     half = params[0].dtype in (torch.bfloat16, torch.float16)
     wide = (torch.float32, torch.float64)
@@ -402,21 +378,16 @@ def _step_torch(
         if stop - start != row[0].numel():
             row = [t[start:stop] for t in row]
         by_hyper.setdefault(hyper, []).append(row)
+    how = grad_scale, found_inf, maximize, bool(columns[4]), half
     for hyper, rows in by_hyper.items():
-        while rows:
-            taken = elements = 0
-            while taken < len(rows) and (not taken or elements <= _COPIED_ELEMENTS):
-                elements += rows[taken][0].numel()
-                taken += 1
-            values = hypers[6 * hyper : 6 * hyper + 6]
-            _fused_torch(
-                rows[:taken], values, grad_scale, found_inf, maximize, bool(columns[4]), half
-            )
-            rows = rows[taken:]
-    if zero_grad:
-        for tensor, start, stop, _, _ in zip(*[iter(ranges)] * 5):
-            g = columns[1][tensor]
-            (g if stop - start == g.numel() else g[start:stop]).zero_()
+        taken = elements = 0
+        for i, row in enumerate(rows):
+            elements += row[0].numel()
+            if elements > _COPIED_ELEMENTS or i == len(rows) - 1:
+                _fused_torch(rows[taken : i + 1], hypers[6 * hyper : 6 * hyper + 6], *how)
+                taken, elements = i + 1, 0
+    for row in itertools.chain(*by_hyper.values()) if zero_grad else ():
+        row[1].zero_()
 
 
 def _fused_torch(
@@ -472,25 +443,17 @@ _accepted_dtypes: set[tuple] = set()  # of rows that check_one has accepted
 
 def _have_one_form(row: tuple[Any, ...]) -> bool:
     """Whether only dtypes of a row could make check_one refuse it."""
-    p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, master, *scales = row
-    if not (
-        p.is_contiguous()
-        and p.device == g.device == exp_avg.device == exp_avg_sq.device
-        and p.shape == g.shape == exp_avg.shape == exp_avg_sq.shape
-        and p.stride() == exp_avg.stride() == exp_avg_sq.stride()
-    ):
+    p, g = row[:2]
+    if not (p.is_contiguous() and p.device == g.device and p.shape == g.shape):
         return False
-    for t in (max_exp_avg_sq, master):
+    for t in row[2:6]:
         if t is not None and not (
             p.shape == t.shape and p.stride() == t.stride() and p.device == t.device
         ):
             return False
-    for t in scales:
-        if t is not None and not (
-            t.shape == (-(-p.numel() // MOMENT_BLOCK),)
-            and t.is_contiguous()
-            and p.device == t.device
-        ):
+    blocks = (-(-p.numel() // MOMENT_BLOCK),)
+    for t in row[6:]:
+        if t is not None and not (t.shape == blocks and t.is_contiguous() and p.device == t.device):
             return False
     return True
 
@@ -534,25 +497,17 @@ _LISTS = (
 
 @torch.no_grad()
 def adamw_step_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    hypers: Hyper | Sequence[Hyper],
-    *,
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor], hypers: Hyper | Sequence[Hyper], *,
     hyper_index: Sequence[int] | None = None,
     master_weights: Sequence[Tensor | None] | None = None,
     max_exp_avg_sqs: Sequence[Tensor] | None = None,
     exp_avg_scales: Sequence[Tensor | None] | None = None,
     exp_avg_sq_scales: Sequence[Tensor | None] | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    maximize: bool = False,
-    zero_grad: bool = False,
-    stochastic_rounding_seed: int | None = None,
-    first_indices: Sequence[int] | None = None,
-    threads: int | None = None,
-) -> None:
+    grad_scale: Tensor | None = None, found_inf: Tensor | None = None, maximize: bool = False,
+    zero_grad: bool = False, stochastic_rounding_seed: int | None = None,
+    first_indices: Sequence[int] | None = None, threads: int | None = None,
+) -> None:  # fmt: skip
     """One AdamW step on every tensor of the lists, in place. See [Note: storage modes].
 
     Args:
@@ -650,24 +605,14 @@ def adamw_step_(
 
 @torch.no_grad()
 def adamw_step_flat_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    ranges: Sequence[tuple[int, int, int, int]],
-    hypers: Hyper | Sequence[Hyper],
-    *,
-    master_weight: Tensor | None = None,
-    max_exp_avg_sq: Tensor | None = None,
-    exp_avg_scale: Tensor | None = None,
-    exp_avg_sq_scale: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    maximize: bool = False,
-    zero_grad: bool = False,
-    stochastic_rounding_seed: int | None = None,
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
+    ranges: Sequence[tuple[int, int, int, int]], hypers: Hyper | Sequence[Hyper], *,
+    master_weight: Tensor | None = None, max_exp_avg_sq: Tensor | None = None,
+    exp_avg_scale: Tensor | None = None, exp_avg_sq_scale: Tensor | None = None,
+    grad_scale: Tensor | None = None, found_inf: Tensor | None = None, maximize: bool = False,
+    zero_grad: bool = False, stochastic_rounding_seed: int | None = None,
     threads: int | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """One AdamW step on ranges of flat buffers, in place: adamw_step_ for shards.
 
     Args:

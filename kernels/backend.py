@@ -127,10 +127,7 @@ def way_to_cpp() -> str:
 
 def use_cpp(op: str, x: Tensor) -> bool:
     """Whether `op`, which has a compiled CPU implementation, uses it for tensors like x.
-
-    Raises:
-        RuntimeError: FASTPAR_BACKEND=cpp and x is not a CPU tensor of a supported dtype.
-    """
+    RuntimeError: FASTPAR_BACKEND=cpp and x is not a CPU tensor of a supported dtype."""
     able = x.is_cpu and x.dtype in DTYPE_CODES
     if choice == "cpp" and not able:
         raise RuntimeError(
@@ -163,11 +160,8 @@ _able_gpus: set[int | None] = set()  # indices of GPUs that passed the check
 
 
 def check_gpu(op: str, device: torch.device) -> None:
-    """Refuses a GPU for which no kernel is compiled, once per GPU.
-
-    Raises:
-        RuntimeError: an AMD GPU, or one older than LEAST_CAPABILITY.
-    """
+    """Refuses a GPU for which no kernel is compiled, once per GPU: AMD's, and those older than
+    LEAST_CAPABILITY."""
     if device.index in _able_gpus:
         return
     name = torch.cuda.get_device_name(device)
@@ -187,11 +181,8 @@ def check_gpu(op: str, device: torch.device) -> None:
 
 
 def use_cuda(op: str, x: Tensor) -> bool:
-    """Whether `op`, which has a CUDA kernel in csrc/, uses it for tensors like x.
-
-    Raises:
-        RuntimeError: x is a CUDA tensor and the module was built without CUDA.
-    """
+    """Whether `op`, which has a CUDA kernel in csrc/, uses it for tensors like x. RuntimeError: x
+    is a CUDA tensor and the module was built without CUDA."""
     if not (x.is_cuda or cuda_on_cpu) or choice == "torch":
         return False
     if x.is_cuda and is_real(x):
@@ -247,12 +238,9 @@ def _triton_found() -> bool:
 
 
 def use_triton(op: str, x: Tensor) -> bool:
-    """Whether `op`, which has Triton kernels, uses them for tensors like x.
-
-    Raises:
-        RuntimeError: x is a CUDA tensor and Triton is not installed; FASTPAR_BACKEND=triton and x
-            is of another dtype or device, or on the CPU without Triton's interpreter.
-    """
+    """Whether `op`, which has Triton kernels, uses them for tensors like x. RuntimeError: x is a
+    CUDA tensor and Triton is not installed; FASTPAR_BACKEND=triton and x is of another dtype or
+    device, or on the CPU without Triton's interpreter."""
     cuda = x.is_cuda
     if choice != "triton" and not (cuda and choice == "auto"):
         return False

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import backend
-from fastpar.kernels.adamw import is_dense
+from fastpar.kernels.adamw import in_order, is_dense
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
 from fastpar.kernels.global_norm import check_bins, norm_bins
 from fastpar.kernels.op import check_scalar, define_op
@@ -47,13 +47,6 @@ def _scaled(x: Tensor, scale: float, at: Tensor | None) -> Tensor:
 def _bump(tensors: Sequence[Tensor]) -> None:
     # Memory written through pointers: autograd must know that these tensors changed.
     torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
-
-
-def _same_order(x: Tensor, like: Tensor) -> Tensor:
-    """x, laid out in memory as `like`."""
-    if x.stride() == like.stride():
-        return x
-    return torch.empty_strided(like.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _pack(
@@ -90,7 +83,7 @@ def _accumulate(
             total.copy_(total.float() + _scaled(value, scale, at))
         return
     outputs = [t if is_dense(t) else t.contiguous() for t in totals]
-    values = [_same_order(v, t) for v, t in zip(values, outputs)]
+    values = [in_order(v, t) for v, t in zip(values, outputs)]
     _copy("accumulate_", outputs, values, [], [], True, scale, at)
     for total, output in zip(totals, outputs):
         if total is not output:

@@ -36,26 +36,20 @@ from fastpar.kernels.orthogonalize import POLAR_EXPRESS
 
 
 class Errors(NamedTuple):
-    """Errors of one result against fp64, over all elements that are finite there."""
+    """Largest errors of one result against fp64, where that is finite."""
 
     max: float
-    rms: float
     eager_max: float  # of plain PyTorch in the same dtype
-    eager_rms: float
     rounding: float  # of the largest value to the result's dtype: eps / 2 * max|oracle|
-    numel: int
     condition: float = 0.0  # see bound; measured only if the rest of it is not enough
 
     @property
     def bound(self) -> float:
-        """Twice plain PyTorch's error plus the condition, plus one rounding of the result.
-
-        The largest value of a result that was exact until it was stored can be off by that
-        rounding. PyTorch's error alone is no yardstick: it depends on the CPU's libraries, and is
-        small by luck if few elements are compared. The condition depends on the inputs only: it is
-        how far the exact result moves when each input is rounded once, in fp32 (fp64 for fp64).
-        A stable algorithm's results are exact for inputs that are off by a few such roundings.
-        """
+        """Twice plain PyTorch's error plus the condition, plus one rounding of the result (which
+        the largest value of an exact result is off by when it is stored). PyTorch's error alone is
+        no yardstick: it depends on the CPU's libraries, and is small by luck if few elements are
+        compared. The condition depends on the inputs only: it is how far the exact result moves
+        when each input is rounded once, in fp32 (fp64 for fp64), as a stable algorithm's may."""
         return 2.0 * (self.eager_max + self.condition) + self.rounding
 
 
@@ -63,16 +57,14 @@ def measure_errors(
     fn: Callable[..., Any], ref: Callable[..., Any], inputs: Sequence[Any], *,
     eager: Callable[..., Any] | None = None, grad: bool = True,
 ) -> dict[str, Errors]:  # fmt: skip
-    """The errors of fn and of eager (default: ref) against ref on fp64 copies of the inputs.
-
-    For every output and for the gradient of every input with requires_grad; one random cotangent
-    for all three.
+    """The errors of fn and of eager (default: ref) against ref on fp64 copies of the inputs, for
+    every output and for the gradient of every input with requires_grad; one cotangent for all
+    three.
 
     Args:
         fn, ref, eager: take *inputs, return a tensor or a tuple of tensors.
-        inputs: tensors and other arguments; floating-point tensors are upcast for the oracle, the
-            rest is passed on.
-        grad: also compare gradients of the inputs that require them.
+        inputs: tensors and other arguments; floating-point tensors are upcast for the oracle.
+        grad: also compare gradients.
     Returns:
         "output 0", "gradient of input 0", ... -> Errors; results without elements are left out.
     Raises:
@@ -92,18 +84,14 @@ def measure_errors(
         same = torch.equal(got.double()[~finite].nan_to_num(), exact[~finite].nan_to_num())
         assert same, f"{name}: expected the oracle's infinities and NaNs"
         magnitude = exact[finite].abs().max().item() if finite.any() else 0.0
-        measured[name] = Errors(
-            *_max_and_rms(got, exact),
-            *_max_and_rms(plain, exact),
-            0.5 * torch.finfo(got.dtype).eps * magnitude,
-            exact.numel(),
-        )
+        rounding = 0.5 * torch.finfo(got.dtype).eps * magnitude
+        measured[name] = Errors(_distance(got, exact), _distance(plain, exact), rounding)
     if any(errors.max > errors.bound for errors in measured.values()):
         for draw in range(3):  # one draw of few elements may leave little
             moved = [_rounded(x, draw) for x in inputs]
             values = evaluate(ref, moved, grad, double=True)
             for name, errors in measured.items():
-                change, _ = _max_and_rms(values[name], truth[name])
+                change = _distance(values[name], truth[name])
                 measured[name] = errors._replace(condition=max(change, errors.condition))
     return measured
 
@@ -119,11 +107,9 @@ def _rounded(x: Any, seed: int) -> Any:
     return moved.requires_grad_(x.requires_grad)
 
 
-def _max_and_rms(value: Tensor, exact: Tensor) -> tuple[float, float]:
+def _distance(value: Tensor, exact: Tensor) -> float:
     difference = (value.double() - exact)[exact.isfinite()].abs().nan_to_num(nan=float("inf"))
-    if not difference.numel():
-        return 0.0, 0.0
-    return difference.max().item(), difference.square().mean().sqrt().item()
+    return difference.max().item() if difference.numel() else 0.0
 
 
 def evaluate(
@@ -144,12 +130,9 @@ def evaluate(
         device = next(iter(leaves.values())).device
         generator = torch.Generator(device).manual_seed(0)
         smooth = [o for o in outputs if o.requires_grad]
-        drawn = [
-            torch.randn(o.shape, generator=generator, dtype=torch.float32, device=device)
-            for o in smooth
-        ]
+        how: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": device}
         # Rounded to bf16 first: exact in every dtype, so that all three see the same cotangent.
-        dy = [d.bfloat16().to(o.device, o.dtype) for d, o in zip(drawn, smooth)]
+        dy = [torch.randn(o.shape, **how).bfloat16().to(o.device, o.dtype) for o in smooth]
         grads = torch.autograd.grad(smooth, list(leaves.values()), dy, allow_unused=True)
         results |= {f"gradient of input {i}": g for i, g in zip(leaves, grads) if g is not None}
     return results
@@ -251,7 +234,7 @@ def allowed(
         with _Roundings(inner, draw):
             values = evaluate(formula, inputs, double=True)
         for name in results:
-            most[name] = max(most[name], _max_and_rms(values[name], exact[name])[0])
+            most[name] = max(most[name], _distance(values[name], exact[name]))
     for name, dtype in results.items():
         value = exact[name][exact[name].isfinite()]
         largest = value.abs().max().item() if value.numel() else 0.0
@@ -406,6 +389,9 @@ def _stock_dropout(x: Tensor, p: float) -> Tensor:
 # Norms
 
 
+_NORMS = "layer_norm", "rms_norm"
+
+
 def _stock_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rms: bool = False
 ) -> Tensor:
@@ -430,10 +416,7 @@ def norm(N: int, C: int, how: str = "", *, rms: bool = False, bias: bool = True)
             inputs |= {n: v.float() for n, v in inputs.items() if n != "x"}
         return inputs
 
-    op, eager = (
-        kernels.rms_norm if rms else kernels.layer_norm,
-        functools.partial(_stock_norm, rms=rms),
-    )
+    op, eager = getattr(kernels, _NORMS[rms]), functools.partial(_stock_norm, rms=rms)
     shape = f"N={N} C={C} {how}" + ("" if bias or rms else " no bias")
     # Read x, write y; then read x and dy, write dx.
     return _case(op, shape, make, eager, elements=(2.0 * N * C, 3.0 * N * C))
@@ -464,16 +447,15 @@ def residual_norm(
         return by_name(call)
 
     eager = by_steps(functools.partial(reference.dropout_ref, rng=settings.get("rng")))
-    op = kernels.residual_rms_norm if rms else kernels.residual_layer_norm
-    ref = reference.residual_rms_norm_ref if rms else reference.residual_layer_norm_ref
+    op = f"residual_{_NORMS[rms]}"
     shape = f"N={N} C={C}" + " x_bias" * x_bias + (f" dropout {p}" if p else "")
-    calls = by_name(op), by_name(ref), eager
+    calls = by_name(getattr(kernels, op)), by_name(getattr(reference, f"{op}_ref")), eager
     # Read x and residual, write y and the sum; then read the sum, dy and the sum's own gradient,
     # write the gradient of both inputs: one stream, or with dropout two.
     moved = 4.0 * N * C, (5.0 if p else 4.0) * N * C
-    case = OpCase(op.__name__, f"{shape} {how}".strip(), make, *calls, ("y", "residual_out"))
-    case = replace(case, elements=moved, stock=by_steps(_stock_dropout) if p else None)
-    return replace(case, in_fp64=how != "fp32 stream")
+    case = OpCase(op, f"{shape} {how}".strip(), make, *calls, ("y", "residual_out"))
+    stock = by_steps(_stock_dropout) if p else None
+    return replace(case, elements=moved, stock=stock, in_fp64=how != "fp32 stream")
 
 
 @makes("layer_norm", "rms_norm", "residual_layer_norm", "residual_rms_norm")
@@ -912,37 +894,34 @@ def _choices(rows: int, E: int, K: int) -> Tensor:
 
 def route_case(N: int, E: int, K: int) -> OpCase:
     """A router's choice among E experts."""
-    return OpCase(
-        "route",
-        f"N={N} E={E} K={K}",
-        lambda draw: {"logits": draw(N, E)},
-        lambda logits: kernels.route(logits, K)[0],
-        lambda logits: reference.route_ref(logits, K)[0],
-        lambda logits: logits.topk(K, -1).values.softmax(-1),
-        dtypes=(FP32,),
-        in_fp64=True,
-        elements=(3.0 * N * E, 3.0 * N * E),
-    )
+
+    def eager(logits: Tensor) -> Tensor:
+        return logits.topk(K, -1).values.softmax(-1)
+
+    moved = 3.0 * N * E
+    how: dict[str, Any] = {"dtypes": (FP32,), "in_fp64": True, "elements": (moved, moved)}
+    calls = (lambda x: kernels.route(x, K)[0]), (lambda x: reference.route_ref(x, K)[0]), eager
+    return OpCase("route", f"N={N} E={E} K={K}", lambda draw: {"logits": draw(N, E)}, *calls, **how)
 
 
 def permute_case(N: int, C: int, E: int, K: int) -> OpCase:
     """Tokens to their experts."""
     moved = float((1 + K) * N * C)
-    return OpCase(
-        "permute",
-        f"N={N} C={C} K={K}",
-        lambda draw: {"x": draw(N, C), "experts": _choices(N, E, K).to(draw(1).device)},
+    calls = (
         lambda x, numbers: kernels.permute(x, numbers, E)[0],
         lambda x, numbers: reference.permute_ref(x, numbers.cpu(), E)[0],
         lambda x, numbers: x.index_select(0, numbers.flatten().argsort(stable=True) // K),
-        in_fp64=True,
-        elements=(moved, moved),
     )
+
+    def make(draw: Draw) -> Inputs:
+        return {"x": draw(N, C), "experts": _choices(N, E, K).to(draw(1).device)}
+
+    how: dict[str, Any] = {"in_fp64": True, "elements": (moved, moved)}
+    return OpCase("permute", f"N={N} C={C} K={K}", make, *calls, **how)
 
 
 def combine_case(N: int, C: int, E: int, K: int) -> OpCase:
-    """Back from the experts. index_add of equal indices has no guaranteed order on a GPU; it is the
-    usual way."""
+    """Back from the experts. index_add, the usual way, has no guaranteed order on a GPU."""
 
     def make(draw: Draw) -> Inputs:
         x, order, _ = kernels.permute(draw(N, C), _choices(N, E, K).to(draw(1).device), E)
@@ -1001,11 +980,9 @@ def dropout_case(shape: tuple[int, ...], device: str) -> OpCase:
     one = float(torch.Size(shape).numel())
     # forward reads x and writes y; backward reads dy and writes dx, and draws the mask again.
     how: dict[str, Any] = {"elements": (2 * one, 2 * one), "p": P, "rng": rng}
-    case = _case(
-        kernels.dropout, f"{list(shape)} p={P}", lambda draw: {"x": draw(*shape)}, eager, **how
-    )
-    case.stock = functools.partial(_stock_dropout, p=P)
-    return case
+    name = f"{list(shape)} p={P}"
+    case = _case(kernels.dropout, name, lambda draw: {"x": draw(*shape)}, eager, **how)
+    return replace(case, stock=functools.partial(_stock_dropout, p=P))
 
 
 @makes("dropout")
@@ -1238,18 +1215,14 @@ def orthogonal_case(m: int, n: int, coefficients: Any = POLAR_EXPRESS) -> OpCase
     """The orthogonal factor of a random matrix, compared with plain products; no gradient."""
     how: dict[str, Any] = {"coefficients": tuple(coefficients)}
     steps = functools.partial(newton_schulz, **how)
-    return OpCase(
-        "orthogonalize",
-        f"{m}x{n}",
-        lambda draw: {"x": draw(m, n)},
+    calls = (
         lambda x: kernels.orthogonalize(x, **how, dtype=x.dtype),
         lambda x: reference.orthogonalize_ref(x.detach(), **how),
         steps,
-        dtypes=(FP32, torch.bfloat16),
-        formula=steps,
-        in_fp64=True,
-        elements=(15.0 * (m * n + m * m), 0.0),
     )
+    case = OpCase("orthogonalize", f"{m}x{n}", lambda draw: {"x": draw(m, n)}, *calls)
+    moved = 15.0 * (m * n + m * m), 0.0
+    return replace(case, dtypes=(FP32, torch.bfloat16), formula=steps, in_fp64=True, elements=moved)
 
 
 @makes("orthogonalize", proven=False)
@@ -1265,6 +1238,15 @@ def orthogonals(rows: int, size: int, device: str, *, more: bool = False) -> Ite
 
 FEW_ROWS = 64  # of the hostile cases
 MANY_ELEMENTS = 1 << 22  # of a tensor: more than the tiles of all programs of a grid hold
+_MANY_ROWS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "attention": ((320, 4096), {}),  # 5 tiles of 64; 4 x 1024: more pairs of tiles than SMs
+    "attention_masked": ((320,), {}),
+    "cross_entropy": ((208,), {}),
+    "dropout": ((208,), {}),
+    "linear_cross_entropy": ((208,), {"chunk_rows": 48}),
+    # 20 tokens, each of which fills several stretches of the sorted ids
+    "embedding": ((2048,), {"B": 2, "V": 64}),
+}
 
 
 def proof_cases(op: str, size: int, device: str, rows: int) -> list[OpCase]:
@@ -1279,27 +1261,12 @@ def proof_cases(op: str, size: int, device: str, rows: int) -> list[OpCase]:
 
 def cases_of_many_rows(op: str, size: int, device: str) -> list[OpCase]:
     """Cases beyond FEW_ROWS: a kernel's loop over tiles and its last, partial one, a second round
-    of its programs, sums of partials, products that are added up.
-
-    All sizes are multiples of 16, as FEW_ROWS is, so that these launch the same compiled kernels.
-    """
-    rows: tuple[int, ...] = (208, 1024)
-    how: dict[str, Any] = {}
+    of its programs, sums of partials, products that are added up. All sizes are multiples of 16, as
+    FEW_ROWS is, so that these launch the same compiled kernels."""
     known = {case.shape for case in cases_of(op, FEW_ROWS, size, device)}
     known.add("N=5 C=16384")  # rows that norms read twice: different kernels than this size's
-    if op == "attention":
-        rows = 320, 4096  # five tiles of 64, and 4 x 1024: more pairs of tiles than a GPU has SMs
-    elif op == "attention_masked":
-        rows = (320,)
-    elif op == "cross_entropy":
-        rows = (208,)
-    elif op == "linear_cross_entropy":
-        rows, how = (208,), {"chunk_rows": 48}
-    elif op == "embedding":  # 20 tokens, each of which fills several stretches of the sorted ids
-        rows, how = (2048,), {"B": 2, "V": 64}
-    elif not size:
-        rows = (208,) if op == "dropout" else (4096,)
-    elif op == "bias_gelu" or op.endswith("_norm"):
+    rows, how = _MANY_ROWS.get(op, ((208, 1024) if size else (4096,), {}))
+    if op == "bias_gelu" or op.endswith("_norm"):
         rows = 208, max(1024, MANY_ELEMENTS // size // 16 * 16)
     found = [case for n in rows for case in cases_of(op, n, size, device, **how)]
     return list({case.shape: case for case in found if case.shape not in known}.values())

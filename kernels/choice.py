@@ -88,9 +88,7 @@ def _key_of(op: str, x: Tensor) -> tuple[str, str, torch.dtype, int]:
 @contextmanager
 def trying(op: str, what: str) -> Iterator[None]:
     """Calls of op inside run fastpar's kernel (OWN) or stock PyTorch (STOCK); other ops are OWN.
-
-    what: also "forward/backward", names of implementations of attention.
-    """
+    what: also "forward/backward", names of implementations of attention."""
     before = dict(_trying)
     _trying[op] = what
     try:
@@ -156,11 +154,8 @@ def server(op: str, x: Tensor, direction: int) -> str:
 
 
 def refuse_wrong(op: str, x: Tensor, backend: str) -> None:
-    """For a backend that the user forces: refuses a kernel that failed its proof.
-
-    Raises:
-        RuntimeError: fastpar's kernel is wrong here, with the numbers.
-    """
+    """For a backend that the user forces: refuses a kernel that failed its proof, with the
+    numbers."""
     if _trying or not (proofs or x.is_cuda):
         return
     proof = proofs.get(_key_of(op, x))  # type: ignore[call-overload]

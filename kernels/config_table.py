@@ -90,11 +90,8 @@ class ConfigTable(Generic[C]):
         return self.kind(**entry)
 
     def _load(self, path: Path) -> dict[Place, C]:
-        """(arch, *place) -> config, all entries of a file, checked.
-
-        Raises:
-            ValueError: names a missing, unknown or impossible entry.
-        """
+        """(arch, *place) -> config, all entries of a file; ValueError names a wrong or missing
+        one."""
         table = json.loads(path.read_text())
         configs = {}
         for key in ((arch, *place) for arch in self.archs for place in self.places):
@@ -106,10 +103,7 @@ class ConfigTable(Generic[C]):
 
     def write(self, arch: int, place: Place, config: C, path: Path | None = None) -> None:
         """Writes one entry of the table (to its own file by default); later calls use it.
-
-        Raises:
-            ValueError: no such place in the table, or an impossible config.
-        """
+        ValueError: no such place in the table, or an impossible config."""
         key = (self.part_for(arch), *place)
         if place not in self.places:
             raise ValueError(

@@ -219,10 +219,8 @@ def embedding_fwd(
 def embedding_bwd_wte(
     dx: Tensor, idx: Tensor, key: Tensor | None, site: int, threshold: int, dwte: Tensor, add: bool,
 ) -> None:  # fmt: skip
-    """Writes the gradient's rows of the ids that occur to dwte, or adds to them.
-
-    See [Note: gradient of wte].
-    """
+    """Writes the gradient's rows of the ids that occur to dwte, or adds to them; [Note: gradient of
+    wte]."""
     N, C, V = idx.numel(), dx.shape[-1], dwte.shape[0]
     # Clamped first: in 32 bits some ids outside would wrap to valid ones.
     tokens, order = torch.sort(idx.reshape(-1).clamp(-1, V).int(), stable=True)

@@ -66,16 +66,15 @@ def grouped_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, counts: T
 
 
 def _bwd_grouped(dy: Tensor, x: Tensor, weight: Tensor, counts: Tensor, need: list[bool]) -> tuple:
-    offs = counts.flatten().cumsum(0).int()
-    dx, dweight, dbias = (x.new_empty(0) for _ in range(3))
-    if need[0]:
-        dx = F.grouped_mm(dy, weight, offs=offs)
-    if need[1]:
-        dweight = F.grouped_mm(dy.t(), x, offs=offs)
+    offs, dbias = counts.flatten().cumsum(0).int(), x.new_empty(0)
     if need[2]:
         numbers = torch.arange(len(weight), device=x.device)
         dbias = (_expert_of_rows(x, offs)[None] == numbers[:, None]).to(dy.dtype) @ dy
-    return dx, dweight, dbias
+    return (
+        F.grouped_mm(dy, weight, offs=offs) if need[0] else x.new_empty(0),
+        F.grouped_mm(dy.t(), x, offs=offs) if need[1] else x.new_empty(0),
+        dbias,
+    )
 
 
 def grouped_linear_bwd(
@@ -171,9 +170,6 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tenso
         RuntimeError: a second derivative is requested.
     Traffic: x, y and the weights of groups with rows once.
     Deterministic: yes, bitwise; a row's bits depend on its group alone if the products are
-        matmul's.
-    Traffic: x, y and the weights of groups with rows once.
-    Deterministic: yes, bitwise; a row's bits depend on its group alone where the products are
         matmul's.
     Oracle: fastpar.kernels.reference.grouped_linear_ref
     """

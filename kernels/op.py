@@ -268,11 +268,8 @@ def define_op(
     devices: Sequence[str] = ("CPU", "CUDA"),
 ) -> Op:  # fmt: skip
     """Defines the op fastpar::<schema> that calls `run` on tensors of these devices; an op that
-    returns nothing needs no fake.
-
-    `run` returns new tensors, never its inputs. See [Note: eager calls]. Of several outputs it may
-    return None for empty ones: complete() makes them for the dispatcher's callers.
-    """
+    returns nothing needs no fake. `run` returns new tensors, never its inputs. Of several outputs
+    it may return None for empty ones: complete() makes them for the dispatcher's callers."""
     name = schema.split("(")[0]
     _library.define(schema)
     op = Op(getattr(torch.ops.fastpar, name).default, run, fake)
@@ -286,9 +283,8 @@ def define_autograd(
     op: Op, setup_context: Callable[..., None], backward: Callable[..., Any], *,
     by_products: int = 0, once: str = "",
 ) -> None:  # fmt: skip
-    """Defines gradients of op: setup_context(ctx, inputs, output) and backward(ctx, *grads).
-
-    backward is not called if no output has a gradient; of several, some may be None.
+    """Defines gradients of op: setup_context(ctx, inputs, output) and backward(ctx, *grads), which
+    is not called if no output has a gradient; of several, some may be None.
 
     Args:
         by_products: number of last outputs that only backward needs. They have no gradient, and an
@@ -342,10 +338,8 @@ def define_autograd(
 
 
 def refuse_double_backward(op: str) -> None:
-    """Refuses gradients of an op's gradients.
-
-    torch.func.grad always requests them; there the refusal comes when they are taken.
-    """
+    """Refuses gradients of an op's gradients. torch.func.grad always requests them; there the
+    refusal comes when they are taken."""
     if torch.is_grad_enabled() and not in_transform():
         raise RuntimeError(_one_backward(op, "create_graph=True"))
 

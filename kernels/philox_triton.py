@@ -23,11 +23,9 @@ from fastpar.kernels.triton_launch import cdiv, device_key, launch
 
 @triton.jit
 def philox_words(key_ptr, sample, site_head, rows, groups):
-    """The four 32-bit words of these rows and groups of 16 columns, which broadcast.
-
-    sample: index in the batch (added to key[1]); site_head: site << 16 | head, 32 bits.
-    Written with 64-bit products, each one instruction; tl.philox takes two for a product's halves.
-    """
+    """The four 32-bit words of these rows and groups of 16 columns, which broadcast. sample: index
+    in the batch (added to key[1]); site_head: site << 16 | head. With 64-bit products, each of
+    which is one instruction; tl.philox takes two for a product's halves."""
     seed = tl.load(key_ptr).to(tl.uint64)
     sample = (tl.load(key_ptr + 1) + sample).to(tl.uint64)
     k0 = seed.to(tl.uint32)

@@ -132,10 +132,8 @@ def adamw_step_ref(
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
     grad_scale: float = 1.0, maximize: bool = False, max_exp_avg_sqs: list[Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """One AdamW step in place, as in the paper: decay, moments, corrected update.
-
-    max_exp_avg_sqs: largest second moments so far, which replace the second moments (amsgrad).
-    """
+    """One AdamW step in place, as in the paper: decay, moments, corrected update. max_exp_avg_sqs:
+    largest second moments so far, which replace the second moments (amsgrad)."""
     largest = max_exp_avg_sqs or exp_avg_sqs
     for p, grad, m, v, max_v in zip(params, grads, exp_avgs, exp_avg_sqs, largest):
         g = grad.to(p.dtype) * (-grad_scale if maximize else grad_scale)

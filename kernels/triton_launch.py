@@ -142,12 +142,8 @@ def sm_count(device: torch.device) -> int:
 
 
 def device_key(key: Tensor, device: torch.device) -> Tensor:
-    """The dropout key on a device where a kernel can read it.
-
-    Raises:
-        RuntimeError: a key on the CPU while a CUDA graph is captured: every replay would repeat the
-            copy, from memory that may be freed by then.
-    """
+    """The dropout key on a device where a kernel can read it. RuntimeError: a key on the CPU while
+    a CUDA graph is captured: every replay would repeat the copy, from memory that may be freed."""
     if key.device == device:
         return key
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -230,9 +226,7 @@ def _box_plan(tile: Boxed, meta: dict[str, Any]) -> tuple | None:
 
 def _plan(kernel: Any, compiled: Any, args: tuple, kwargs: dict[str, Any], device: int) -> Any:
     """What _C.launch() needs to launch a compiled kernel again; None: it must go through Triton.
-
-    Checked against the kernel's own code: its parameters are those that it gets.
-    """
+    Checked against the kernel's own code: its parameters are those that it gets."""
     about, source = getattr(compiled, "metadata", None), getattr(compiled, "src", None)
     unusual = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size")
     if about is None or source is None or getattr(about, "num_ctas", 1) != 1:

@@ -27,13 +27,11 @@ GPU they are not, because reading them would make the host wait: wrong numbers g
 but no access outside the tensors. (The composed form needs them on the host: it waits and checks.)
 
 [Note: kept mask] A dropout mask is either kept as bits from the forward on, or drawn again in each
-kernel. Kept, a layer's mask takes B * H * T * Tk / 8 bytes from forward to backward (T and Tk
-rounded up to 256): 12.6 MB for 8 samples of GPT-2 124M at T = 1024, 151 MB for its twelve layers.
-Drawn, it takes nothing, but each of the three kernels draws all of it. attention_bits.json says per
-architecture which is faster, `python -m bench tune` measures it. The default is 1, kept, on Hopper,
-where kernels that draw cannot load keys ahead: with registers for Philox and tiles in flight the
-assembler waits for each matrix product. The masks are the same. Calls with documents draw: only the
-GPU knows how many blocks of keys a document has.
+of the three kernels. Kept, it takes B * H * T * Tk / 8 bytes a layer (T and Tk rounded up to 256):
+151 MB for 8 samples of GPT-2 124M at T = 1024. attention_bits.json says per architecture which is
+faster, `python -m bench tune` measures it. The default is kept on Hopper, where kernels that draw
+cannot load keys ahead: with registers for Philox and tiles in flight the assembler waits for each
+matrix product. Calls with documents draw: only the GPU knows how many blocks a document has.
 
 Source: Vaswani et al. 2017, arXiv 1706.03762; Dao et al. 2022, arXiv 2205.14135.
 """
@@ -55,6 +53,7 @@ from fastpar.kernels.attention.composed import (
     composed_fwd,
     sdpa,
 )
+from fastpar.kernels.attention.peers import serving
 from fastpar.kernels.backend import triton_module, use_cpp, use_triton
 from fastpar.kernels.config_table import ConfigTable
 from fastpar.kernels.op import check_float, define_autograd, define_op
@@ -71,12 +70,9 @@ class Mask(NamedTuple):
 
 
 BITS = ConfigTable(
-    "attention_bits",
-    Mask,
-    {"kept": (0, 1)},
-    lambda arch: [Mask(0), Mask(1)],
+    "attention_bits", Mask, {"kept": (0, 1)}, lambda arch: [Mask(0), Mask(1)],
     part_for=lambda arch: 90 if 90 <= arch < 120 else 80,
-)
+)  # fmt: skip
 
 
 def bits_shape(B: int, H: int, T: int, Tk: int) -> tuple[int, int, int, int]:
@@ -100,10 +96,9 @@ def _bits_fake(*mask: Any) -> Tensor:
 def _bits_run(*mask: Any) -> Tensor:
     bits = _bits_fake(*mask)
     if bits.numel():
-        from fastpar.kernels.attention.bits_triton import attention_bits_fwd
-
-        key, site_head, threshold, causal, sizes, _ = mask
-        attention_bits_fwd(key, site_head, threshold, causal, bits, tuple(sizes))
+        draw = triton_module("attention.bits_triton").attention_bits_fwd
+        *how, sizes, _ = mask
+        draw(*how, bits, tuple(sizes))
     return bits
 
 
@@ -151,9 +146,23 @@ def _stats_shape(q: Tensor) -> tuple[int, ...]:
     return *B, H, T
 
 
+def _documents(
+    cu_seqlens: Tensor | None, q: Tensor, triton: bool
+) -> tuple[Tensor | None, list[int] | None]:
+    """cu_seqlens, contiguous, and their numbers where the host reads them."""
+    if cu_seqlens is None:
+        return None, None
+    cu_seqlens = cu_seqlens.contiguous()
+    return cu_seqlens, None if triton and q.is_cuda else bounds_of(cu_seqlens, q.shape[0])
+
+
 def _of_triton(stats: Tensor, o: Tensor) -> bool:
     """Whether statistics are Triton's: one per row; the C++ kernel has two, others none."""
     return stats.dim() == o.dim() - 1 and o.numel() > 0
+
+
+def _contiguous_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _attention_run(
@@ -163,19 +172,15 @@ def _attention_run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     op = _case(threshold, cu_seqlens)
     triton = use_triton(op, q)
-    bounds = None
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.contiguous()
-        bounds = None if triton and q.is_cuda else bounds_of(cu_seqlens, q.shape[0])
+    cu_seqlens, bounds = _documents(cu_seqlens, q, triton)
     if not q.numel():
         return _fake(q, k, v, causal, scale, key, site_head, threshold, cu_seqlens)
     q, k, v = _split(q, k, v)
     cpp = not triton and use_cpp(op, q)
-    if (triton or cpp) and (peer := attention_peers.serving(op, q, k, v, causal, 0)):
+    if (triton or cpp) and (peer := serving(op, q, k, v, causal, 0)):
         return attention_peers.forward(peer, q, k, v, causal, scale, base_2=triton)
     if triton:
-        attention_triton = triton_module("attention.triton")
-        return attention_triton.attention_fwd(
+        return triton_module("attention.triton").attention_fwd(
             q, k, v, causal, scale, key, site_head, threshold, cu_seqlens, bits, first_row
         )
     drop = Dropout(key, site_head, threshold, first_row or 0)
@@ -203,25 +208,16 @@ def _attention_bwd_run(
         results = grads = dq, _contiguous_like(k), _contiguous_like(v)
     op = _case(threshold, cu_seqlens)
     triton = _of_triton(stats, do)
-    bounds = None
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.contiguous()
-        bounds = None if triton and q.is_cuda else bounds_of(cu_seqlens, q.shape[0])
+    cu_seqlens, bounds = _documents(cu_seqlens, q, triton)
     if do.stride(-1) != 1:
         do = do.contiguous()
     if not do.numel():
         for grad in grads:
             grad.zero_()
-    elif (
-        stats.numel()
-        and o is not None
-        and (peer := attention_peers.serving(op, *inputs, causal, 1))
-    ):
+    elif o is not None and stats.numel() and (peer := serving(op, *inputs, causal, 1)):
         attention_peers.backward(peer, do, *inputs, o, stats, causal, scale, grads)
     elif triton:
-        attention_bwd_triton = triton_module("attention.triton")
-        assert o is not None  # _setup_context keeps it for Triton
-        attention_bwd_triton.attention_bwd(
+        triton_module("attention.triton").attention_bwd(
             do, *inputs, o, stats, *grads, causal, scale, key, site_head, threshold, cu_seqlens,
             bits, first_row,
         )  # fmt: skip
@@ -248,13 +244,8 @@ def _fake(q, k, v, causal, scale, key, site_head, threshold, cu_seqlens, *_):
 
 def _bwd_fake(do, q, k, v, *_):
     """Gradients of q, k and v, or of the packed q and twice [0]."""
-    if k is None or v is None:
-        return _contiguous_like(q), q.new_empty(0), q.new_empty(0)
-    return _contiguous_like(q), _contiguous_like(k), _contiguous_like(v)
-
-
-def _contiguous_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    empty = (q.new_empty(0) if x is None else _contiguous_like(x) for x in (k, v))
+    return _contiguous_like(q), *empty
 
 
 _attention = define_op(
@@ -394,8 +385,7 @@ def _run(
     if not own:
         attention_peers.refuse_to_ignore(op, q)
     if threshold:
-        if rng is None:
-            rng = Rng(draw_key(q.device), 0)
+        rng = Rng(draw_key(q.device), 0) if rng is None else rng
         first_row = check_first_row(rng, q, cu_seqlens)
         check_rng(rng, H, q.device)
         mask = rng.key, rng.site_head, threshold

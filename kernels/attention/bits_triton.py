@@ -113,10 +113,12 @@ def _kept(bits_ptr, step, rows, start, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def drop(p, mask_ptr, sample, site_head, rows, start, threshold, first_row=None):
+def drop(p, mask, rows, start):
     """p [R, BLOCK] of these queries and the keys start + tile_order(), with 0 where the mask of
-    philox_triton.keep_tile drops. start: a multiple of 16; mask_ptr, site_head: of
-    mask_of_head(); first_row: row of a drawn mask that query 0 has."""
+    philox_triton.keep_tile drops. start: a multiple of 16; mask: (mask_ptr, sample, site_head,
+    threshold, first_row), the first and third of mask_of_head(); first_row: row of a drawn mask
+    that query 0 has."""
+    mask_ptr, sample, site_head, threshold, first_row = mask
     R: tl.constexpr = p.shape[0]
     BLOCK: tl.constexpr = p.shape[1]
     tl.static_assert(BLOCK <= 128)

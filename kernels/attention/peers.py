@@ -49,11 +49,10 @@ class Peer(NamedTuple):
     Attributes:
         forward: (q, k, v, causal, scale) -> o, lse; all [B, T, H, D], lse [B, H, T], natural, in
             base 2 if in_place.
-        backward: (do, q, k, v, o, lse, causal, scale) -> dq, dk, dv; None: it has none.
+        backward: (do, q, k, v, o, lse, causal, scale) -> dq, dk, dv; None: it has none. If
+            in_place it takes `own`'s statistics, and dq, dk and dv after scale, which it writes.
         device, dtypes, most: what it supports; most: the largest head dimension.
         in_subprocess: its trial runs in a process of its own, because it may hang.
-        in_place: forward returns and backward takes `own`'s statistics; backward takes dq, dk and
-            dv after scale, and writes them.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -75,67 +74,52 @@ def _no_numbers(q: Tensor) -> tuple[Tensor, Tensor]:
     return tuple(torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))  # type: ignore[return-value]
 
 
-def _flash_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float):
-    found = _aten._scaled_dot_product_flash_attention(
-        *_heads_first(q, k, v), 0.0, causal, False, scale=scale
-    )
-    return found[0].transpose(1, 2), found[1]
+def _flash_fwd(q, k, v, causal, scale):
+    run = _aten._scaled_dot_product_flash_attention
+    o, lse, *_ = run(*_heads_first(q, k, v), 0.0, causal, False, scale=scale)
+    return o.transpose(1, 2), lse
 
 
 def _flash_bwd(do, q, k, v, o, lse, causal, scale):
-    lengths = (None, None, q.shape[1], k.shape[1])
-    return _heads_first(
-        *_aten._scaled_dot_product_flash_attention_backward(
-            *_heads_first(do, q, k, v, o), lse, *lengths, 0.0, causal, *_no_numbers(q), scale=scale
-        )
-    )
+    run = _aten._scaled_dot_product_flash_attention_backward
+    rest = lse, None, None, q.shape[1], k.shape[1], 0.0, causal, *_no_numbers(q)
+    return _heads_first(*run(*_heads_first(do, q, k, v, o), *rest, scale=scale))
 
 
 def _cudnn_fwd(q, k, v, causal, scale):
-    found = _aten._scaled_dot_product_cudnn_attention(
-        *_heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
-    )
-    return found[0].transpose(1, 2), found[1].squeeze(-1)
+    run = _aten._scaled_dot_product_cudnn_attention
+    o, lse, *_ = run(*_heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale)
+    return o.transpose(1, 2), lse.squeeze(-1)
 
 
 def _cudnn_bwd(do, q, k, v, o, lse, causal, scale):
+    run = _aten._scaled_dot_product_cudnn_attention_backward
     rest = (*_no_numbers(q), None, None, None, q.shape[1], k.shape[1], 0.0, causal)
-    return _heads_first(
-        *_aten._scaled_dot_product_cudnn_attention_backward(
-            *_heads_first(do, q, k, v, o), lse.unsqueeze(-1), *rest, scale=scale
-        )
-    )
+    return _heads_first(*run(*_heads_first(do, q, k, v, o), lse.unsqueeze(-1), *rest, scale=scale))
 
 
 def _efficient_fwd(q, k, v, causal, scale):
-    found = _aten._scaled_dot_product_efficient_attention(
-        *_heads_first(q, k, v), None, True, 0.0, causal, scale=scale
-    )
-    return found[0].transpose(1, 2), found[1][..., : q.shape[1]]  # in steps of 32
+    run = _aten._scaled_dot_product_efficient_attention
+    o, lse, *_ = run(*_heads_first(q, k, v), None, True, 0.0, causal, scale=scale)
+    return o.transpose(1, 2), lse[..., : q.shape[1]]  # in steps of 32
 
 
 def _efficient_bwd(do, q, k, v, o, lse, causal, scale):
+    run = _aten._scaled_dot_product_efficient_attention_backward
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
-    rest = (*_no_numbers(q), 0.0, [True, True, True, False], causal)
-    found = _aten._scaled_dot_product_efficient_attention_backward(
-        *_heads_first(do, q, k, v), None, o.transpose(1, 2), lse, *rest, scale=scale
-    )
-    return _heads_first(*found[:3])
+    rest = o.transpose(1, 2), lse, *_no_numbers(q), 0.0, [True, True, True, False], causal
+    return _heads_first(*run(*_heads_first(do, q, k, v), None, *rest, scale=scale)[:3])
 
 
 def _cpu_fwd(q, k, v, causal, scale):
-    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-        *_heads_first(q, k, v), 0.0, causal, scale=scale
-    )
+    run = _aten._scaled_dot_product_flash_attention_for_cpu
+    o, lse = run(*_heads_first(q, k, v), 0.0, causal, scale=scale)
     return o.transpose(1, 2), lse
 
 
 def _cpu_bwd(do, q, k, v, o, lse, causal, scale):
-    return _heads_first(
-        *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *_heads_first(do, q, k, v, o), lse, 0.0, causal, scale=scale
-        )
-    )
+    run = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return _heads_first(*run(*_heads_first(do, q, k, v, o), lse, 0.0, causal, scale=scale))
 
 
 @functools.cache
@@ -148,8 +132,8 @@ def _fa4():
 
 
 def _fa4_fwd(q, k, v, causal, scale):
-    found = _fa4()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
-    return found[0], found[1]
+    how = {"softmax_scale": scale, "causal": causal}
+    return _fa4()._flash_attn_fwd(q, k, v, **how, return_lse=True)[:2]
 
 
 def _fa4_bwd(do, q, k, v, o, lse, causal, scale):
@@ -294,8 +278,7 @@ def refusal(
             "serves neither documents nor dropout, whose mask would not be the same mask on every "
             "layout"
         )
-    why = _refusal_of_kind(name, q.device.type, q.dtype, q.shape[-1])
-    if why:
+    if why := _refusal_of_kind(name, q.device.type, q.dtype, q.shape[-1]):
         return why
     if q.shape[-2] != k.shape[-2]:
         return "takes a key head for each query head here"
@@ -314,11 +297,7 @@ def wanted(op: str, q: Tensor, direction: int) -> str:
 
 
 def refuse_to_ignore(op: str, q: Tensor) -> None:
-    """Refuses to ignore FASTPAR_ATTENTION in a call that torch's own function serves.
-
-    Raises:
-        RuntimeError: it is set.
-    """
+    """Refuses to ignore FASTPAR_ATTENTION in a call that torch's own function serves."""
     if forced and not choice.is_trying():
         raise RuntimeError(
             f"attention: expected a call of fastpar's kernels under FASTPAR_ATTENTION={forced}, "
@@ -328,14 +307,9 @@ def refuse_to_ignore(op: str, q: Tensor) -> None:
 
 
 def serving(op: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, direction: int) -> str:
-    """Who serves a call instead of fastpar's kernel, "" for none; direction: 0 forward, 1 backward.
-
-    op: "attention" for plain calls, "attention_masked" for those with dropout or documents.
-
-    Raises:
-        ValueError: FASTPAR_ATTENTION names one that cannot.
-        RuntimeError: it names one that failed its proof, with the numbers.
-    """
+    """Who serves a call instead of fastpar's kernel, "" for none. op: "attention" for plain calls,
+    "attention_masked" for those with dropout or documents; direction: 0 forward, 1 backward.
+    ValueError: FASTPAR_ATTENTION names one that cannot; RuntimeError: one that failed its proof."""
     asked = "" if choice.is_trying() else forced
     name = wanted(op, q, direction)
     if name == OWN or (direction and PEERS[name].backward is None):
@@ -356,14 +330,8 @@ def serving(op: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, direction: i
     return name
 
 
-def from_natural(lse: Tensor, base_2: bool) -> Tensor:
-    """Statistics for `own`'s backward from lse [B, H, T] in base e; base_2: as in forward()."""
-    stats = lse * LOG2_E if base_2 else torch.stack((lse, torch.ones_like(lse)), -1)
-    return stats.contiguous()
-
-
 def to_natural(stats: Tensor, q: Tensor) -> Tensor:
-    """The inverse of from_natural()."""
+    """lse [B, H, T] in base e from the statistics of forward()."""
     lse = stats / LOG2_E if stats.dim() < q.dim() else stats[..., 0] - stats[..., 1].log()
     return lse.contiguous()
 
@@ -377,9 +345,10 @@ def forward(
         largest score and the inverse of its sum, [B, H, T, 2].
     """
     o, lse = PEERS[name].forward(q, k, v, causal, scale)
-    if not PEERS[name].in_place:
-        lse = from_natural(lse.float(), base_2)
-    return o.contiguous(), lse
+    if not PEERS[name].in_place:  # lse is natural
+        lse = lse.float()
+        lse = lse * LOG2_E if base_2 else torch.stack((lse, torch.ones_like(lse)), -1)
+    return o.contiguous(), lse.contiguous()
 
 
 def backward(

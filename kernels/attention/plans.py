@@ -34,13 +34,16 @@ class Config(NamedTuple):
 
 
 def table_for(arch: int) -> int:
-    """The architecture whose section serves a compute capability (80 for 8.0).
-
-    86 is for 100 KB of shared memory: 8.6, 8.9 and 12.x, and anything older than 8.0.
-    """
+    """The architecture whose section serves a compute capability (80 for 8.0). 86 is for 100 KB of
+    shared memory: 8.6, 8.9 and 12.x, and anything older than 8.0."""
     if 90 <= arch < 120:
         return 90
     return 80 if arch in (80, 87) else 86
+
+
+def padded(D: int) -> int:
+    """The head dim of tiles, a power of 2."""
+    return max(16, 1 << (D - 1).bit_length())
 
 
 def variant_for(dropout: bool, fp32: bool, bits: Tensor | None = None) -> str:
@@ -99,12 +102,9 @@ class Section(NamedTuple):
 
 
 SECTIONS = ConfigTable(
-    "attention_sections",
-    Section,
-    {"megabytes": range(1, 1025)},
+    "attention_sections", Section, {"megabytes": range(1, 1025)},
     lambda arch: [Section(n) for n in (4, 8, 16, 32, 64)],
-)
-
+)  # fmt: skip
 
 Layout = Any  # a descriptor of Triton's without memory
 
@@ -151,13 +151,11 @@ def _constants(
     D: int, config: Config, causal: bool, dropout: bool, varlen: bool, n: int, **more: Any
 ) -> dict[str, Any]:
     """Constants of all three kernels, and how they are run; more: inserted in between."""
-    from fastpar.kernels.triton_launch import next_power_of_2
-
     tile = {"BLOCK_Q": config.block_q, "BLOCK_K": config.block_k}
     how = {"CAUSAL": causal, "DROPOUT": dropout, "VARLEN": varlen, **more}
     how |= {"STEPS": n.bit_length() if varlen else 0}
     run = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return {"D": D, "BLOCK_D": max(16, next_power_of_2(D)), **tile, **how, **run}
+    return {"D": D, "BLOCK_D": padded(D), **tile, **how, **run}
 
 
 class FwdPlan(NamedTuple):
@@ -177,10 +175,8 @@ def fwd_plan(
     n: int, varlen: bool, config: Config, megabytes: int,
 ) -> FwdPlan:  # fmt: skip
     """q, k: shapes; megabytes: of a section."""
-    from fastpar.kernels.triton_launch import next_power_of_2
-
     _, T, H, D = q
-    block_d, group = max(16, next_power_of_2(D)), H // k[2]
+    block_d, group = padded(D), H // k[2]
     tiles = _tiles(T, config.block_q, n, varlen)
     boxed = config.load == "tma" and not drawn
     section = heads_per_section(k, dtype.itemsize, megabytes) * group
@@ -209,29 +205,24 @@ def bwd_plan(
     dq: Config, dkdv: Config, megabytes: int,
 ) -> BwdPlan:  # fmt: skip
     """q, k: shapes; strides: of do, q, k, v, dq, dk, dv; see fwd_plan()."""
-    from fastpar.kernels.triton_launch import next_power_of_2
-
     _, T, H, D = q
     _, Tk, Hkv, _ = k
-    group, block_d = H // Hkv, max(16, next_power_of_2(D))
+    group, block_d = H // Hkv, padded(D)
     boxed = dq.load == "tma" and not drawn
     boxes = [layout_of(k, s, dtype, dq.block_k, block_d) if boxed else None for s in strides[2:4]]
     boxed = dkdv.load == "tma"
     boxes += [layout_of(q, s, dtype, dkdv.block_q, block_d) if boxed else None for s in strides[:2]]
-    steps = [s[:3] for s in strides]
     tiles, key_tiles = _tiles(T, dq.block_q, n, varlen), _tiles(Tk, dkdv.block_k, n, varlen)
+    steps = [s[:3] for s in strides]
     sizes, section = (n, T, Tk, H, group), heads_per_section(k, dtype.itemsize, megabytes)
-    common = causal, dropout, varlen, n
-    even, fp32 = not varlen and T % dkdv.block_q == 0, {"FP32": dtype == torch.float32}
-    constants = _constants(D, dq, *common, **fp32), {
-        **_constants(D, dkdv, *common, **fp32), "EVEN": even, "GROUPED": group != 1,
-    }  # fmt: skip
-    return BwdPlan(
-        tuple(boxes),
-        ((tiles * H,), (key_tiles * Hkv,)),
-        (
-            (*itertools.chain(*steps[:5]), *sizes, section * group),
-            (*itertools.chain(*steps[:4], *steps[5:]), *sizes, section),
-        ),
-        constants,
+    numbers = (
+        (*itertools.chain(*steps[:5]), *sizes, section * group),
+        (*itertools.chain(*steps[:4], *steps[5:]), *sizes, section),
     )
+    fp32, even = dtype == torch.float32, not varlen and T % dkdv.block_q == 0
+    of_dq, of_dkdv = (
+        _constants(D, config, causal, dropout, varlen, n, FP32=fp32) for config in (dq, dkdv)
+    )
+    of_dkdv |= {"EVEN": even, "GROUPED": group != 1}
+    grids = (tiles * H,), (key_tiles * Hkv,)
+    return BwdPlan(tuple(boxes), grids, numbers, (of_dq, of_dkdv))

@@ -71,9 +71,10 @@ from fastpar.kernels.attention.plans import (
     bwd_plan,
     fwd_plan,
     get_config,
+    padded,
     variant_for,
 )
-from fastpar.kernels.triton_launch import Boxed, device_key, gpu_arch, launch, next_power_of_2
+from fastpar.kernels.triton_launch import Boxed, device_key, gpu_arch, launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 UNSPECIALIZED = ("n", "T", "Tk", "H", "group", "section")  # sizes that change from call to call
@@ -144,24 +145,22 @@ def key_range(
 
 
 @triton.jit
-def head_ptr(ptr, batch, first, head, stride_b, stride_t, stride_h):
-    """Row `first` of one head."""
-    return (
-        ptr + batch.to(tl.int64) * stride_b + first.to(tl.int64) * stride_t
-        + head.to(tl.int64) * stride_h
-    )  # fmt: skip
+def head_of(ptr, strides, batch, first, head, TMA: tl.constexpr):
+    """One head as load_tile() and store_tile() take it, from row `first` on: (pointer or
+    descriptor, batch, head, first, stride of rows)."""
+    if not TMA:
+        ptr += batch.to(tl.int64) * strides[0] + first.to(tl.int64) * strides[1]
+        ptr += head.to(tl.int64) * strides[2]
+    return ptr, batch, head, first, strides[1]
 
 
 @triton.jit
 def load_tile(
-    source, batch, head, first, start, n, stride, order,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
-    VARLEN: tl.constexpr,
+    of_head, start, n, order, D: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
+    MASKED: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """Rows start + order of one head, [BLOCK, BLOCK_D]; zeros from row n on if MASKED.
-
-    source: pointer to row 0 of the head, or a descriptor, whose row of the tensor is first + start.
-    """
+    """Rows start + order of one head, [BLOCK, BLOCK_D]; zeros from row n on if MASKED."""
+    source, batch, head, first, stride = of_head
     if TMA:
         x = source.load([batch, head, first + start, 0]).reshape(order.shape[0], BLOCK_D)
         if MASKED and VARLEN:  # beyond the end of the document is the next one
@@ -182,8 +181,9 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(x, to, start, n, stride, order, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def store_tile(x, of_head, start, n, order, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows start + order of one head, those below n."""
+    to, _, _, _, stride = of_head
     dims = tl.arange(0, BLOCK_D)
     at = to + (start + order).to(tl.int64)[:, None] * stride + dims[None, :]
     inside = (start + order < n)[:, None]
@@ -194,20 +194,16 @@ def store_tile(x, to, start, n, stride, order, D: tl.constexpr, BLOCK_D: tl.cons
 
 @triton.jit
 def _fwd_tiles(
-    acc, m, sums, q, k_source, v_source, batch, kv_head, first, low, high, n_keys, limit, rows,
-    stride_k_t, stride_v_t, scale, mask_ptr, sample, site_head, threshold, first_row,
+    acc, m, sums, q, k_head, v_head, low, high, n_keys, limit, rows, scale, mask,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
     DROPOUT: tl.constexpr, MASKED: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One of the two loops of [Note: phases]: keys [low, high); row i sees keys below limit[i].
     scale: with log2(e)."""
-    order = tile_order(BLOCK_K, DROPOUT, mask_ptr)
+    order = tile_order(BLOCK_K, DROPOUT, mask[0])
     for start in tl.range(low, high, BLOCK_K):
         start = tl.multiple_of(start, BLOCK_K)
-        k = load_tile(
-            k_source, batch, kv_head, first, start, n_keys, stride_k_t, order,
-            D, BLOCK_D, TMA, MASKED, VARLEN,
-        )  # fmt: skip
+        k = load_tile(k_head, start, n_keys, order, D, BLOCK_D, TMA, MASKED, VARLEN)
         s = tl.dot(q, k.T, input_precision="ieee")
         if MASKED:
             s = tl.where((start + order)[None, :] < limit[:, None], s, -float("inf"))
@@ -217,11 +213,8 @@ def _fwd_tiles(
         alpha = tl.math.exp2(m - shift)
         sums = sums * alpha + tl.sum(p, 1)
         if DROPOUT:
-            p = drop(p, mask_ptr, sample, site_head, rows, start, threshold, first_row)
-        v = load_tile(
-            v_source, batch, kv_head, first, start, n_keys, stride_v_t, order,
-            D, BLOCK_D, TMA, MASKED, VARLEN,
-        )  # fmt: skip
+            p = drop(p, mask, rows, start)
+        v = load_tile(v_head, start, n_keys, order, D, BLOCK_D, TMA, MASKED, VARLEN)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m = m_new
     return acc, m, sums
@@ -253,32 +246,22 @@ def _attention_fwd_kernel(
     within = tl.arange(0, BLOCK_Q)
     rows = row + within
     limit, full, end = key_range(row, n_rows, n_keys, BLOCK_Q, BLOCK_K, CAUSAL)
-    if TMA:
-        k_source, v_source = k_ptr, v_ptr
-    else:
-        k_source = head_ptr(k_ptr, batch, first, kv_head, stride_k_b, stride_k_t, stride_k_h)
-        v_source = head_ptr(v_ptr, batch, first, kv_head, stride_v_b, stride_v_t, stride_v_h)
-    q_source = head_ptr(q_ptr, batch, first, head, stride_q_b, stride_q_t, stride_q_h)
-    q = load_tile(
-        q_source, batch, head, first, row, n_rows, stride_q_t, within,
-        D, BLOCK_D, False, True, VARLEN,
-    )  # fmt: skip
+    k_head = head_of(k_ptr, (stride_k_b, stride_k_t, stride_k_h), batch, first, kv_head, TMA)
+    v_head = head_of(v_ptr, (stride_v_b, stride_v_t, stride_v_h), batch, first, kv_head, TMA)
+    q_head = head_of(q_ptr, (stride_q_b, stride_q_t, stride_q_h), batch, first, head, False)
+    q = load_tile(q_head, row, n_rows, within, D, BLOCK_D, False, True, VARLEN)
 
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     sums = tl.zeros([BLOCK_Q], tl.float32)
     if DROPOUT:
         mask_ptr, site_head = mask_of_head(mask_ptr, site_head, batch, head, H, T, Tk)
-    acc, m, sums = _fwd_tiles(
-        acc, m, sums, q, k_source, v_source, batch, kv_head, first, 0, full, n_keys, limit, rows,
-        stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr, sample, site_head, threshold, first_row,
-        D, BLOCK_D, BLOCK_K, TMA, DROPOUT, False, VARLEN,
-    )  # fmt: skip
-    acc, m, sums = _fwd_tiles(
-        acc, m, sums, q, k_source, v_source, batch, kv_head, first, full, end, n_keys, limit, rows,
-        stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr, sample, site_head, threshold, first_row,
-        D, BLOCK_D, BLOCK_K, TMA, DROPOUT, True, VARLEN,
-    )  # fmt: skip
+    mask = mask_ptr, sample, site_head, threshold, first_row
+    for cut in tl.static_range(2):
+        acc, m, sums = _fwd_tiles(
+            acc, m, sums, q, k_head, v_head, full if cut else 0, end if cut else full, n_keys,
+            limit, rows, scale * LOG2_E, mask, D, BLOCK_D, BLOCK_K, TMA, DROPOUT, cut == 1, VARLEN,
+        )  # fmt: skip
 
     seen = sums != 0.0  # also true for NaN
     sums = tl.where(seen, sums, 1.0)
@@ -289,10 +272,8 @@ def _attention_fwd_kernel(
     row_0 = batch.to(tl.int64) * T + first
     if DROPOUT or VARLEN:
         within += unknown_zero(threshold)
-    store_tile(
-        acc * inverse[:, None], o_ptr + (row_0 * H + head) * D, row, n_rows, H * D, within,
-        D, BLOCK_D,
-    )  # fmt: skip
+    o_head = o_ptr + (row_0 * H + head) * D, batch, head, first, H * D
+    store_tile(acc * inverse[:, None], o_head, row, n_rows, within, D, BLOCK_D)
     lse_head = lse_ptr + (batch.to(tl.int64) * H + head) * T + first
     tl.store(lse_head + row + within, lse, mask=row + within < n_rows)
 
@@ -307,10 +288,8 @@ def attention_fwd(
     threshold: int, cu_seqlens: Tensor | None, bits: Tensor | None = None,
     first_row: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o, contiguous, and lse: [B, H, T] for q [B, T, H, D], [H, total] for q [total, H, D].
-
-    bits: the mask, if __init__.py keeps it; else it is drawn, with its rows from first_row on.
-    """
+    """o, contiguous, and lse: [B, H, T] for q [B, T, H, D], [H, total] for q [total, H, D]. bits:
+    the mask, if __init__.py keeps it; else it is drawn, with its rows from first_row on."""
     arch, dtype = gpu_arch(q.device), q.dtype
     varlen, fp32, dropout = cu_seqlens is not None, dtype == torch.float32, threshold > 0
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -318,48 +297,38 @@ def attention_fwd(
         q, k, v = q[None], k[None], v[None]
     shape, k_shape = q.shape, k.shape
     B, T, H, D = shape
-    variant = variant_for(dropout, fp32, bits)
-    config = get_config(arch, "fwd", max(16, next_power_of_2(D)), variant)
+    config = get_config(arch, "fwd", padded(D), variant_for(dropout, fp32, bits))
     lse = q.new_empty((H, T) if varlen else (B, H, T), dtype=torch.float32)
     n = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     plan = fwd_plan(
         shape, q.stride(), k_shape, k.stride(), v.stride(), dtype, causal, dropout,
-        dropout and bits is None, n, varlen, config,
-        SECTIONS.get(arch).megabytes,
+        dropout and bits is None, n, varlen, config, SECTIONS.get(arch).megabytes,
     )  # fmt: skip
     tma = plan.k is not None and plan.v is not None and aligned(k, v)
     launch(
         _attention_fwd_kernel, plan.grid,
         q, Boxed(k, plan.k) if tma else k, Boxed(v, plan.v) if tma else v, o, lse,
         mask_source(key, bits, q.device), cu_seqlens, *plan.numbers, scale, site_head, threshold,
-        first_row,
-        TMA=tma, **plan.constants,
+        first_row, TMA=tma, **plan.constants,
     )  # fmt: skip
     return o, lse
 
 
 @triton.jit
 def _dq_tiles(
-    dq, sum_p, sum_dp, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first, low,
-    high, n_keys, limit, rows, stride_k_t, stride_v_t, scale, mask_ptr, sample, site_head,
-    threshold, first_row,
+    dq, sum_p, sum_dp, q, do, lse, norm, delta, k_head, v_head, low, high, n_keys, limit, rows,
+    scale, mask,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
     DROPOUT: tl.constexpr, MASKED: tl.constexpr, VARLEN: tl.constexpr, FP32: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
     """One loop of [Note: phases] over keys [low, high): adds ds k to dq or, if SUMS, p and
     p * keep * dp to the sums of [Note: fp32]. scale: with log2(e)."""
-    order = tile_order(BLOCK_K, DROPOUT, mask_ptr)
+    order = tile_order(BLOCK_K, DROPOUT, mask[0])
     for start in tl.range(low, high, BLOCK_K):
         start = tl.multiple_of(start, BLOCK_K)
-        k = load_tile(
-            k_source, batch, kv_head, first, start, n_keys, stride_k_t, order,
-            D, BLOCK_D, TMA, MASKED, VARLEN,
-        )  # fmt: skip
-        v = load_tile(
-            v_source, batch, kv_head, first, start, n_keys, stride_v_t, order,
-            D, BLOCK_D, TMA, MASKED, VARLEN,
-        )  # fmt: skip
+        k = load_tile(k_head, start, n_keys, order, D, BLOCK_D, TMA, MASKED, VARLEN)
+        v = load_tile(v_head, start, n_keys, order, D, BLOCK_D, TMA, MASKED, VARLEN)
         s = tl.dot(q, k.T, input_precision="ieee")
         p = tl.math.exp2(s * scale - lse[:, None])
         if FP32:
@@ -369,7 +338,7 @@ def _dq_tiles(
         dp = tl.dot(do, v.T, input_precision="ieee")
         kept = p
         if DROPOUT:
-            kept = drop(p, mask_ptr, sample, site_head, rows, start, threshold, first_row)
+            kept = drop(p, mask, rows, start)
         if SUMS:
             sum_p += tl.sum(p, 1)
             sum_dp += tl.sum(kept * dp, 1)
@@ -390,9 +359,7 @@ def _attention_bwd_dq_kernel(
     stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h,
     stride_dq_b, stride_dq_t, stride_dq_h,
-    n,  # samples; documents with cu_seqlens
-    T,  # queries of a sample; of all documents
-    Tk, H, group, section, scale, site_head, threshold, first_row,
+    n, T, Tk, H, group, section, scale, site_head, threshold, first_row,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, STEPS: tl.constexpr,
     TMA: tl.constexpr, FP32: tl.constexpr,
@@ -409,21 +376,12 @@ def _attention_bwd_dq_kernel(
     within = tl.arange(0, BLOCK_Q)
     rows = row + within
     limit, full, end = key_range(row, n_rows, n_keys, BLOCK_Q, BLOCK_K, CAUSAL)
-    if TMA:
-        k_source, v_source = k_ptr, v_ptr
-    else:
-        k_source = head_ptr(k_ptr, batch, first, kv_head, stride_k_b, stride_k_t, stride_k_h)
-        v_source = head_ptr(v_ptr, batch, first, kv_head, stride_v_b, stride_v_t, stride_v_h)
-    q_source = head_ptr(q_ptr, batch, first, head, stride_q_b, stride_q_t, stride_q_h)
-    do_source = head_ptr(do_ptr, batch, first, head, stride_do_b, stride_do_t, stride_do_h)
-    q = load_tile(
-        q_source, batch, head, first, row, n_rows, stride_q_t, within,
-        D, BLOCK_D, False, True, VARLEN,
-    )  # fmt: skip
-    do = load_tile(
-        do_source, batch, head, first, row, n_rows, stride_do_t, within,
-        D, BLOCK_D, False, True, VARLEN,
-    )  # fmt: skip
+    k_head = head_of(k_ptr, (stride_k_b, stride_k_t, stride_k_h), batch, first, kv_head, TMA)
+    v_head = head_of(v_ptr, (stride_v_b, stride_v_t, stride_v_h), batch, first, kv_head, TMA)
+    q_head = head_of(q_ptr, (stride_q_b, stride_q_t, stride_q_h), batch, first, head, False)
+    do_head = head_of(do_ptr, (stride_do_b, stride_do_t, stride_do_h), batch, first, head, False)
+    q = load_tile(q_head, row, n_rows, within, D, BLOCK_D, False, True, VARLEN)
+    do = load_tile(do_head, row, n_rows, within, D, BLOCK_D, False, True, VARLEN)
     statistics = (batch.to(tl.int64) * H + head) * T + first + rows
     lse = tl.load(lse_ptr + statistics, mask=rows < n_rows, other=float("inf"))
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -432,50 +390,37 @@ def _attention_bwd_dq_kernel(
     delta = tl.zeros([BLOCK_Q], tl.float32)
     if DROPOUT:
         mask_ptr, site_head = mask_of_head(mask_ptr, site_head, batch, head, H, T, Tk)
+    mask = mask_ptr, sample, site_head, threshold, first_row
     if FP32:
-        dq, sum_p, delta = _dq_tiles(
-            dq, sum_p, delta, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first,
-            0, full, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr,
-            sample, site_head, threshold, first_row,
-            D, BLOCK_D, BLOCK_K, TMA, DROPOUT, False, VARLEN, False, True,
-        )  # fmt: skip
-        dq, sum_p, delta = _dq_tiles(
-            dq, sum_p, delta, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first,
-            full, end, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr,
-            sample, site_head, threshold, first_row,
-            D, BLOCK_D, BLOCK_K, TMA, DROPOUT, True, VARLEN, False, True,
-        )  # fmt: skip
+        for cut in tl.static_range(2):
+            dq, sum_p, delta = _dq_tiles(
+                dq, sum_p, delta, q, do, lse, norm, delta, k_head, v_head, full if cut else 0,
+                end if cut else full, n_keys, limit, rows, scale * LOG2_E, mask,
+                D, BLOCK_D, BLOCK_K, TMA, DROPOUT, cut == 1, VARLEN, False, True,
+            )  # fmt: skip
         norm = 1.0 / tl.where(lse < float("inf"), sum_p, 1.0)
         delta *= norm
         tl.store(norm_ptr + statistics, norm, mask=rows < n_rows)
     else:
         o_source = o_ptr + ((batch.to(tl.int64) * T + first) * H + head) * D
-        o = load_tile(
-            o_source, batch, head, first, row, n_rows, H * D, within,
-            D, BLOCK_D, False, True, VARLEN,
-        )  # fmt: skip
+        o_head = o_source, batch, head, first, H * D
+        o = load_tile(o_head, row, n_rows, within, D, BLOCK_D, False, True, VARLEN)
         delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
         if DROPOUT:
             delta *= (256 - threshold) / 256.0
     tl.store(delta_ptr + statistics, delta, mask=rows < n_rows)
 
-    dq, sum_p, _ = _dq_tiles(
-        dq, sum_p, delta, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first,
-        0, full, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr, sample,
-        site_head, threshold, first_row, D, BLOCK_D, BLOCK_K, TMA, DROPOUT, False, VARLEN, FP32,
-        False,
-    )  # fmt: skip
-    dq, sum_p, _ = _dq_tiles(
-        dq, sum_p, delta, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first,
-        full, end, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr, sample,
-        site_head, threshold, first_row, D, BLOCK_D, BLOCK_K, TMA, DROPOUT, True, VARLEN, FP32,
-        False,
-    )  # fmt: skip
+    for cut in tl.static_range(2):
+        dq, sum_p, _ = _dq_tiles(
+            dq, sum_p, delta, q, do, lse, norm, delta, k_head, v_head, full if cut else 0,
+            end if cut else full, n_keys, limit, rows, scale * LOG2_E, mask,
+            D, BLOCK_D, BLOCK_K, TMA, DROPOUT, cut == 1, VARLEN, FP32, False,
+        )  # fmt: skip
     if DROPOUT:
         scale *= 256.0 / (256 - threshold)
-    dq_head = head_ptr(dq_ptr, batch, first, head, stride_dq_b, stride_dq_t, stride_dq_h)
+    dq_head = head_of(dq_ptr, (stride_dq_b, stride_dq_t, stride_dq_h), batch, first, head, False)
     within = tl.arange(0, BLOCK_Q) + unknown_zero(threshold)
-    store_tile(dq * scale, dq_head, row, n_rows, stride_dq_t, within, D, BLOCK_D)
+    store_tile(dq * scale, dq_head, row, n_rows, within, D, BLOCK_D)
 
 
 @triton.jit
@@ -503,9 +448,8 @@ def _statistics(lse_head, delta_head, rows, n_rows, TAIL: tl.constexpr, TOGETHER
 
 @triton.jit
 def _dkdv_tiles(
-    dk, dv, k, v, keys, q_source, do_source, lse_head, delta_head, norm_head, batch, head, first,
-    low, high, n_rows, behind, stride_q_t, stride_do_t, scale, mask_ptr, sample, site_head,
-    first_key, threshold, first_row,
+    dk, dv, k, v, keys, q_head, do_head, lse_head, delta_head, norm_head, low, high, n_rows,
+    behind, scale, first_key, mask,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, TMA: tl.constexpr,
     DROPOUT: tl.constexpr, CUT: tl.constexpr, TAIL: tl.constexpr, VARLEN: tl.constexpr,
     FP32: tl.constexpr,
@@ -517,15 +461,9 @@ def _dkdv_tiles(
     for start in tl.range(low, high, BLOCK_Q):
         start = tl.multiple_of(start, BLOCK_Q)
         rows = start + within
-        q = load_tile(
-            q_source, batch, head, first, start, n_rows, stride_q_t, within,
-            D, BLOCK_D, TMA, TAIL, VARLEN,
-        )  # fmt: skip
+        q = load_tile(q_head, start, n_rows, within, D, BLOCK_D, TMA, TAIL, VARLEN)
         lse, delta = _statistics(lse_head, delta_head, rows, n_rows, TAIL, TOGETHER)
-        do = load_tile(
-            do_source, batch, head, first, start, n_rows, stride_do_t, within,
-            D, BLOCK_D, TMA, TAIL, VARLEN,
-        )  # fmt: skip
+        do = load_tile(do_head, start, n_rows, within, D, BLOCK_D, TMA, TAIL, VARLEN)
         if DROPOUT or FP32:
             s = tl.dot(q, k.T, input_precision="ieee")
             p = tl.math.exp2(s * scale - lse[:, None])
@@ -535,7 +473,7 @@ def _dkdv_tiles(
                 p = tl.where(keys[None, :] <= (rows + behind)[:, None], p, 0.0)
             kept = p
             if DROPOUT:
-                kept = drop(p, mask_ptr, sample, site_head, rows, first_key, threshold, first_row)
+                kept = drop(p, mask, rows, first_key)
             dv = tl.dot(kept.to(do.dtype).T, do, dv, input_precision="ieee")
             dp = tl.dot(do, v.T, input_precision="ieee")
             ds = kept * dp - p * delta[:, None]
@@ -554,39 +492,35 @@ def _dkdv_tiles(
 
 @triton.jit
 def _dkdv_head(
-    dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr, mask_ptr,
-    stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
-    sample, batch, head, first, n_rows, behind, first_key, T, Tk, H, scale, site_head, threshold,
-    first_row, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    dk, dv, k, v, keys, pointers, strides, batch, head, first, n_rows, behind,
+    first_key, T, Tk, H, scale, mask,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, TMA: tl.constexpr,
     EVEN: tl.constexpr, FP32: tl.constexpr,
 ):  # fmt: skip
     """_dkdv_tiles of the queries of one head that see these keys: first those on the diagonal."""
-    if TMA:
-        q_source, do_source = q_ptr, do_ptr
-    else:
-        q_source = head_ptr(q_ptr, batch, first, head, stride_q_b, stride_q_t, stride_q_h)
-        do_source = head_ptr(do_ptr, batch, first, head, stride_do_b, stride_do_t, stride_do_h)
+    do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr = pointers
+    do_head = head_of(do_ptr, strides[0], batch, first, head, TMA)
+    q_head = head_of(q_ptr, strides[1], batch, first, head, TMA)
     statistics = (batch.to(tl.int64) * H + head) * T + first
+    mask_ptr, sample, site_head, threshold, first_row = mask
     if DROPOUT:
         mask_ptr, site_head = mask_of_head(mask_ptr, site_head, batch, head, H, T, Tk)
+    mask = mask_ptr, sample, site_head, threshold, first_row
     full = n_rows * 0
+    low = full
     if CAUSAL:
         low = tl.maximum(first_key - behind, 0) // BLOCK_Q * BLOCK_Q
         cut = tl.maximum(first_key - behind + BLOCK_K - 1, 0)
         full = tl.cdiv(cut, BLOCK_Q) * BLOCK_Q
+    for beyond in tl.static_range(0 if CAUSAL else 1, 2):
         dk, dv = _dkdv_tiles(
-            dk, dv, k, v, keys, q_source, do_source, lse_ptr + statistics, delta_ptr + statistics,
-            norm_ptr + statistics, batch, head, first, low, tl.minimum(full, n_rows), n_rows,
-            behind, stride_q_t, stride_do_t, scale, mask_ptr, sample, site_head, first_key,
-            threshold, first_row, D, BLOCK_D, BLOCK_Q, TMA, DROPOUT, True, not EVEN, VARLEN, FP32,
+            dk, dv, k, v, keys, q_head, do_head, lse_ptr + statistics, delta_ptr + statistics,
+            norm_ptr + statistics, full if beyond else low,
+            n_rows if beyond else tl.minimum(full, n_rows), n_rows, behind, scale, first_key, mask,
+            D, BLOCK_D, BLOCK_Q, TMA, DROPOUT, beyond == 0, not EVEN, VARLEN, FP32,
         )  # fmt: skip
-    return _dkdv_tiles(
-        dk, dv, k, v, keys, q_source, do_source, lse_ptr + statistics, delta_ptr + statistics,
-        norm_ptr + statistics, batch, head, first, full, n_rows, n_rows, behind, stride_q_t,
-        stride_do_t, scale, mask_ptr, sample, site_head, first_key, threshold, first_row,
-        D, BLOCK_D, BLOCK_Q, TMA, DROPOUT, False, not EVEN, VARLEN, FP32,
-    )  # fmt: skip
+    return dk, dv
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "site_head", "threshold", "first_row"])
@@ -615,43 +549,36 @@ def _attention_bwd_dkdv_kernel(
     first_key = tile * BLOCK_K
     order = tile_order(BLOCK_K, DROPOUT, mask_ptr)
     keys = first_key + order
-    k_source = head_ptr(k_ptr, batch, first, kv_head, stride_k_b, stride_k_t, stride_k_h)
-    v_source = head_ptr(v_ptr, batch, first, kv_head, stride_v_b, stride_v_t, stride_v_h)
-    k = load_tile(
-        k_source, batch, kv_head, first, first_key, n_keys, stride_k_t, order,
-        D, BLOCK_D, False, True, VARLEN,
-    )  # fmt: skip
-    v = load_tile(
-        v_source, batch, kv_head, first, first_key, n_keys, stride_v_t, order,
-        D, BLOCK_D, False, True, VARLEN,
-    )  # fmt: skip
+    k_head = head_of(k_ptr, (stride_k_b, stride_k_t, stride_k_h), batch, first, kv_head, False)
+    v_head = head_of(v_ptr, (stride_v_b, stride_v_t, stride_v_h), batch, first, kv_head, False)
+    k = load_tile(k_head, first_key, n_keys, order, D, BLOCK_D, False, True, VARLEN)
+    v = load_tile(v_head, first_key, n_keys, order, D, BLOCK_D, False, True, VARLEN)
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    pointers = do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr
+    strides = (stride_do_b, stride_do_t, stride_do_h), (stride_q_b, stride_q_t, stride_q_h)
+    mask = mask_ptr, sample, site_head, threshold, first_row
     if GROUPED:
         for i in range(group):
             dk, dv = _dkdv_head(
-                dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr, mask_ptr,
-                stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
-                sample, batch, kv_head * group + i, first, n_rows, behind, first_key, T, Tk, H,
-                scale * LOG2_E, site_head, threshold, first_row,
+                dk, dv, k, v, keys, pointers, strides, batch, kv_head * group + i,
+                first, n_rows, behind, first_key, T, Tk, H, scale * LOG2_E, mask,
                 D, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, DROPOUT, VARLEN, TMA, EVEN, FP32,
             )  # fmt: skip
     else:
         dk, dv = _dkdv_head(
-            dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr, mask_ptr,
-            stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
-            sample, batch, kv_head, first, n_rows, behind, first_key, T, Tk, H,
-            scale * LOG2_E, site_head, threshold, first_row,
+            dk, dv, k, v, keys, pointers, strides, batch, kv_head, first, n_rows,
+            behind, first_key, T, Tk, H, scale * LOG2_E, mask,
             D, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, DROPOUT, VARLEN, TMA, EVEN, FP32,
         )  # fmt: skip
     if DROPOUT:
         dk *= 256.0 / (256 - threshold)
         dv *= 256.0 / (256 - threshold)
-    dk_head = head_ptr(dk_ptr, batch, first, kv_head, stride_dk_b, stride_dk_t, stride_dk_h)
-    dv_head = head_ptr(dv_ptr, batch, first, kv_head, stride_dv_b, stride_dv_t, stride_dv_h)
+    dk_head = head_of(dk_ptr, (stride_dk_b, stride_dk_t, stride_dk_h), batch, first, kv_head, False)
+    dv_head = head_of(dv_ptr, (stride_dv_b, stride_dv_t, stride_dv_h), batch, first, kv_head, False)
     order = tile_order(BLOCK_K, DROPOUT, mask_ptr, unknown_zero(threshold))
-    store_tile(dk * scale, dk_head, first_key, n_keys, stride_dk_t, order, D, BLOCK_D)
-    store_tile(dv, dv_head, first_key, n_keys, stride_dv_t, order, D, BLOCK_D)
+    store_tile(dk * scale, dk_head, first_key, n_keys, order, D, BLOCK_D)
+    store_tile(dv, dv_head, first_key, n_keys, order, D, BLOCK_D)
 
 
 def attention_bwd(
@@ -661,9 +588,7 @@ def attention_bwd(
     hopper: bool = False,
 ) -> None:  # fmt: skip
     """Writes dq, dk and dv, possibly slices of one packed tensor; the rest is as in the forward.
-
-    hopper: dk and dv by the kernel of hopper_bwd_triton.py, if it supports the call.
-    """
+    hopper: dk and dv by the kernel of hopper_bwd_triton.py, if it supports the call."""
     arch, dtype = gpu_arch(q.device), q.dtype
     varlen, fp32, dropout = cu_seqlens is not None, dtype == torch.float32, threshold > 0
     do = do if do.stride(-1) == 1 else do.contiguous()
@@ -671,7 +596,7 @@ def attention_bwd(
         do, q, k, v, o, dq, dk, dv = (x[None] for x in (do, q, k, v, o, dq, dk, dv))
     shape, k_shape = q.shape, k.shape
     n = shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    place = max(16, next_power_of_2(shape[3])), variant_for(dropout, fp32, bits)
+    place = padded(shape[3]), variant_for(dropout, fp32, bits)
     plan = bwd_plan(
         shape, k_shape, (do.stride(), q.stride(), k.stride(), v.stride(), dq.stride(),
         dk.stride(), dv.stride()), dtype, causal, dropout, dropout and bits is None, n, varlen,

@@ -93,10 +93,8 @@ def add_matmul_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 @functools.cache
 def depends_on_threads(dtype: torch.dtype) -> bool:
     """Whether products on this CPU have different bits with two threads than with one; tries one.
-
-    The test's sums cancel: the rest is their rounding, which shows the order in 16 bits too. Odd
-    sizes use the libraries' remainder code.
-    """
+    Its sums cancel: the rest is their rounding, which shows the order in 16 bits too. Odd sizes use
+    the libraries' remainder code."""
     random = torch.Generator().manual_seed(0)
     drawn = torch.randn(197, 512, generator=random, dtype=torch.float32, device="cpu")
     x, weight = drawn.split((97, 100))

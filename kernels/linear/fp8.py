@@ -64,11 +64,9 @@ def power_of_two(top: Tensor, largest: float) -> Tensor:
 
 
 class Codes(NamedTuple):
-    """A matrix in 8 bits: codes[N, K], and a scale per `group` values of a row.
-
-    scales: fp32, [N, K / group], [] for all; None: codes are the values, which are not rounded.
-    flipped: codes[K, N] by rows, if requested.
-    """
+    """A matrix in 8 bits: codes[N, K], and a scale per `group` values of a row. scales: fp32, [N, K
+    / group], [] for all; None: codes are the values, which are not rounded. flipped: codes[K, N] by
+    rows, if requested."""
 
     codes: Tensor
     scales: Tensor | None
@@ -112,10 +110,8 @@ def round_rows(x: Tensor, dtype: torch.dtype, group: int) -> Codes:
 def round_all(
     x: Tensor, dtype: torch.dtype, scale: Tensor, flip: bool = False
 ) -> tuple[Codes, Tensor]:
-    """Codes of x with a given scale; and [2]: its largest value, and the number of overflows.
-
-    flip: also codes of the transpose.
-    """
+    """Codes of x with a given scale, with flip also those of the transpose; and [2]: its largest
+    value, and the number of overflows."""
     scaled, largest = x.to(wide(x.dtype)) / scale, LARGEST[dtype]
     size = scaled.abs()
     lost = ~(size < torch.inf)
@@ -282,11 +278,9 @@ class Fp8:
         return y
 
     def round_part(self, part: Tensor, ranks: int) -> Tensor:
-        """uint8 codes of a rank's shard [S] of the weight, equal to those of the full weight.
-
-        Rounded values lose the original ones, shards do not. ranks: those with one shard each; each
-        counts a full weight's overflows, once per backward.
-        """
+        """uint8 codes of a rank's shard [S] of the weight, equal to those of the full weight:
+        rounded values lose the original ones, shards do not. ranks: those with one shard each; each
+        counts a full weight's overflows, once per backward."""
         assert self.scales is not None
         found: Any = torch.zeros(2, dtype=torch.float64, device=part.device)
         codes = part.new_empty(0, dtype=torch.uint8)

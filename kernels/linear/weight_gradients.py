@@ -36,11 +36,8 @@ _here = threading.local()
 
 
 class WeightGradients:
-    """The delayed weight gradients of one forward and backward.
-
-    Args:
-        params: whose gradients may be delayed; all others are computed in the backward.
-    """
+    """The delayed weight gradients of one forward and backward. params: whose gradients may be
+    delayed; all others are computed in the backward."""
 
     def __init__(self, params: Collection[Tensor]) -> None:
         self.params = params

@@ -174,11 +174,8 @@ def cross_entropy_rows(
     op: str, logits: Tensor, targets: Tensor, grad: Tensor | None, *options: Any
 ) -> Tensor:
     """The loss of each row, [N] fp32 (fp64 for fp64); its gradient times scale ([] or [N]) in
-    `grad`.
-
-    logits [N, Vp], last dimension contiguous; grad the same, or logits themselves, or None.
-    targets [N] contiguous, checked on CPU. options: vocab_size to scale, as in _rows_torch().
-    """
+    `grad`: like logits [N, Vp] with contiguous rows, or logits themselves, or None. targets [N]
+    contiguous, checked on CPU. options: vocab_size to scale, as in _rows_torch()."""
     if use_triton(op, logits):
         losses: Tensor = triton_module("loss.triton").cross_entropy_rows(
             logits, targets, grad, *options

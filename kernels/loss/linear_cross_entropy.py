@@ -140,11 +140,9 @@ def linear_cross_entropy_fwd(
     label_smoothing: float, z_loss: float, chunk_rows: int, need_dx: bool, need_dweight: bool,
     weight_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, dx, dweight in fp32, the factor still to be applied to dx and dweight).
-
-    x [N, C], weight [Vp, C], targets [N]. Gradients that are not needed are [0], with reduction
-    "none" both. chunk_rows 0: chosen here. weight_grad: for backward only.
-    """
+    """(loss, dx, dweight in fp32, the factor still to be applied to dx and dweight). Gradients that
+    are not needed are [0], with reduction "none" both. chunk_rows 0: chosen here. weight_grad: for
+    backward only."""
     x, targets = x.contiguous(), targets.contiguous()
     count = count_targets("linear_cross_entropy", targets, vocab_size, ignore_index)
     scale, factor = gradient_scale(count, reduction, x.dtype)
@@ -159,10 +157,8 @@ def linear_cross_entropy_fwd(
 def linear_cross_entropy_bwd(
     dlosses: Tensor, x: Tensor, weight: Tensor, targets: Tensor, *options
 ) -> tuple[Tensor, Tensor]:
-    """dx and dweight (fp32) for the gradients dlosses [N]; [0] for those not needed.
-
-    options: vocab_size to need_dweight of linear_cross_entropy_fwd, without reduction.
-    """
+    """dx and dweight (fp32) for the gradients dlosses [N]; [0] for those not needed. options:
+    vocab_size to need_dweight of linear_cross_entropy_fwd, without reduction."""
     x, targets = x.contiguous(), targets.contiguous()
     scale = dlosses.to(wide(x.dtype)).contiguous()
     if x.dtype != torch.float16:
@@ -224,11 +220,9 @@ def _setup_context(ctx, inputs, output):
 
 
 def scaled(grad: Tensor, by: Tensor, dtype: torch.dtype, *, saved: bool = False) -> Tensor:
-    """grad * by, as dtype; grad itself if that is the same (on CPU, where checking is free).
-
-    saved: grad was saved for this backward: without retain_graph it is not read again, so the
-    result is written there; an earlier backward must therefore have returned other memory.
-    """
+    """grad * by, as dtype; grad itself if that is the same (on CPU, where checking is free). saved:
+    without retain_graph grad is not read again, so the result is written there; an earlier backward
+    must therefore have returned other memory."""
     kept = saved and torch._C._autograd._get_current_graph_task_keep_graph()
     if by.device.type == "cpu" and is_plain(by) and by.item() == 1.0:
         return grad.to(dtype, copy=kept)

@@ -170,11 +170,8 @@ def layer_norm_bwd(
     site: int, threshold: int, rows: int | None, place: Sequence[int], x_dtype: torch.dtype,
     bias_dtype: torch.dtype | None, x_bias_dtype: torch.dtype | None, rms: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """(dtotal, dx, dweight, dbias, dx_bias) of the rows x that were normalized.
-
-    dx is None if it would equal dtotal (no mask, x_dtype is x's), dbias and dx_bias if their dtype
-    is None.
-    """
+    """(dtotal, dx, dweight, dbias, dx_bias) of the rows x that were normalized. dx is None if it
+    would equal dtotal (no mask, x_dtype is x's), dbias and dx_bias if their dtype is None."""
     if runs_triton(x):
         return triton_module("norm.triton").layer_norm_bwd(
             dy, dtotal, x, weight, stats, key, site, threshold, rows, place, x_dtype, bias_dtype,

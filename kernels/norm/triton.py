@@ -471,10 +471,8 @@ _WIDE = 4096  # rows that backward reads twice
 def bwd_tile_of(
     C: int, itemsize: int, sums: int, tensors: int, rms: bool, how: Config
 ) -> tuple[Tile, int, int]:
-    """(tile, programs that an SM holds at once, registers per thread for that).
-
-    The limits on live values come from ptxas's reports: with them nothing spills.
-    """
+    """(tile, programs that an SM holds at once, registers per thread for that). The limits on live
+    values come from ptxas's reports: with them nothing spills."""
     # The sums; what is made of x and dy; the next row, most of it packed as it is stored.
     each = sums + (3.1 if rms else 2) + 1.2 * tensors * itemsize / 4
     tile = tile_of(C, itemsize, min(how.bwd_values, int(164 / each)), how.num_warps)
