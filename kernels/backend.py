@@ -153,7 +153,6 @@ def _allowed(op: str, x: Tensor) -> bool:
 cuda_kernels: Any = _C if _C is not None and _C.built_with_cuda else None
 cuda_on_cpu = False
 
-
 # A100: bf16 products, asynchronous copies; csrc/ is compiled for this and newer.
 LEAST_CAPABILITY = (8, 0)
 _able_gpus: set[int | None] = set()  # indices of GPUs that passed the check
@@ -274,10 +273,9 @@ def runs_triton(x: Tensor) -> bool:
 def keep_freed_memory() -> bool:
     """Keeps freed CPU memory mapped in this process; returns whether the C library supports it.
 
-    A training step allocates and frees the same large buffers repeatedly. By default glibc maps and
-    unmaps many of them, so every step pays the page faults again. Afterwards the heap only grows:
-    in the first steps to slightly more than the peak of live memory (fragmentation), then it is
-    constant. This affects the whole process and cannot be undone, so an application calls it (the
+    By default glibc maps and unmaps the large buffers of a training step again and again, so every
+    step pays their page faults. Afterwards the heap only grows, in the first steps, to slightly
+    more than the peak of live memory. This cannot be undone, so an application calls it (the
     trainer does), never a library on import.
     """
     return _C is not None and _C.keep_freed_memory()

@@ -610,8 +610,7 @@ def loss_of_logits(N: int, V: int, pad: int = 0, how: str = "") -> OpCase:
         kernels.cross_entropy, f"N={N} V={V}+{pad} {how}", make, eager, ("loss",),
         elements=(one, one), vocab_size=V, **settings,
     )  # fmt: skip
-    case.inner, case.stores = FP32, 2  # a gradient is kept, and scaled in backward
-    return case
+    return replace(case, inner=FP32, stores=2)  # a gradient is kept, and scaled in backward
 
 
 def loss_of_products(
@@ -697,18 +696,15 @@ def shards_of_losses(rows: int, size: int, device: str, *, more: bool = False) -
 
             return call
 
-        shape = f"N={N} V={V} from {first}"
-        more: dict[str, Any] = {"z_loss": z_loss}
-        op: Any = kernels.cross_entropy_shard
-        ref: Any = reference.cross_entropy_shard_ref
-        calls, outputs = (by(op), by(ref), by(ref, True)), ("max", "sum", "logit")
+        shape, z = f"N={N} V={V} from {first}", f" z-loss {z_loss}" + " each row" * each
         how: dict[str, Any] = {"inner": FP32, "in_fp64": True}
-        yield OpCase("cross_entropy_shard", shape, make, *calls, outputs, **how)
-        op, ref = kernels.cross_entropy_shard_grad, reference.cross_entropy_shard_grad_ref
-        calls = by(op, **more), by(ref, **more), by(ref, True, **more)
-        shape += f" z-loss {z_loss}" + " each row" * each
-        name = "cross_entropy_shard_grad"
-        yield OpCase(name, shape, grad_inputs, *calls, ("dlogits",), **how)
+        for name, about, inputs, outputs, more in (
+            ("cross_entropy_shard", shape, make, ("max", "sum", "logit"), {}),
+            ("cross_entropy_shard_grad", shape + z, grad_inputs, ("dlogits",), {"z_loss": z_loss}),
+        ):
+            op, ref = getattr(kernels, name), getattr(reference, f"{name}_ref")
+            calls = by(op, **more), by(ref, **more), by(ref, True, **more)
+            yield OpCase(name, about, inputs, *calls, outputs, **how)
 
     yield from one(rows, size, size // 2, 0.0, False)
     if more:
@@ -743,19 +739,15 @@ def attention_case(
         return o.transpose(1, 2)
 
     shape = f"B={B} T={T} D={D} H={H}" + (f" Tk={Tk}" if Tk != T else "")
-    shape += f" Hkv={Hkv}" if Hkv != H else ""
-    shape += "" if causal else " full"
+    shape += (f" Hkv={Hkv}" if Hkv != H else "") + ("" if causal else " full")
     shape += f" scores {scale**2:g}" if scale != 1 else ""
     shape += f" scale {softmax_scale:g}" if softmax_scale else ""
     shape += f" dropout {p}" if p else ""
     settings = {"causal": causal, **_dropped(p, device, 3)}
-    if softmax_scale:
-        settings["softmax_scale"] = softmax_scale
+    settings |= {"softmax_scale": softmax_scale} if softmax_scale else {}
     product = 4.0 * B * H * T * Tk * D / (2 if causal else 1)
-    case = _case(
-        kernels.attention, shape, make, outputs=("o",), flops=(product, 2.5 * product), **settings
-    )
-    case.stock = stock
+    how: dict[str, Any] = {"outputs": ("o",), "flops": (product, 2.5 * product), **settings}
+    case = replace(_case(kernels.attention, shape, make, **how), stock=stock)
     return _packed(case, 2, settings) if packed else case
 
 
@@ -1000,8 +992,7 @@ def dropouts(rows: int, size: int, device: str, *, more: bool = False) -> Iterat
 @makes("adamw_step_")
 def adamw_steps(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
     """One step over rows * 8192 elements (or rows * size), compared with torch's fused AdamW."""
-    hyper: dict[str, Any] = {"lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
-    hyper["weight_decay"] = 0.1
+    hyper = {"lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     # With few values the time is that of the call, 0.07 ms for a whole model at once.
     numel = rows * size if size else min(rows * 8192, 1 << 23)
 
@@ -1024,8 +1015,8 @@ def adamw_steps(rows: int, size: int, device: str, *, more: bool = False) -> Ite
         step = torch.tensor(10.0, device=p[0].device, dtype=torch.float32)
         torch._fused_adamw_(p, g, m, v, [], [step], **hyper, amsgrad=False, maximize=False)
 
-    outputs = ("p", "exp_avg", "exp_avg_sq")
     calls = by(ours), by(functools.partial(reference.adamw_step_ref, **hyper, step=10)), by(fused)
+    outputs = ("p", "exp_avg", "exp_avg_sq")
     yield OpCase("adamw_step_", f"P={numel}", make, *calls, outputs, (FP32,))
 
 
@@ -1057,26 +1048,19 @@ def flat_ops(rows: int, size: int, device: str, *, more: bool = False) -> Iterat
         op(torch.stack([a, b[: a.numel()]]), out, scale=0.5)
         return out
 
-    def norm(two: list[Tensor]) -> Tensor:
-        return kernels.global_norm(two, max_norm=1.0)[0]
-
-    def norm_ref(two: list[Tensor]) -> Tensor:
-        return torch.cat(two).to(wide(two[0].dtype)).norm()
+    def normed(op: Any, a: Tensor, b: Tensor) -> Tensor:
+        if op is kernels.global_norm:
+            return op([a, b], max_norm=1.0).norm
+        return torch.cat([a, b]).to(wide(a.dtype)).norm()
 
     def by(how: Any, op: Any) -> Callable[..., Any]:
         return lambda a, b: how(op, a.detach(), b.detach())
 
-    pairs: dict[str, tuple[Any, Any, Any]] = {
-        "pack_": (packed, kernels.pack_, reference.pack_ref),
-        "unpack_": (unpacked, kernels.unpack_, reference.unpack_ref),
-        "accumulate_": (accumulated, kernels.accumulate_, reference.accumulate_ref),
-        "sum_shards": (summed, kernels.sum_shards, reference.sum_shards_ref),
-        "global_norm": (lambda op, *two: op(list(two)), norm, norm_ref),
-    }
-    for op, (how, own, ref) in pairs.items():
+    ways = {"pack_": packed, "unpack_": unpacked, "accumulate_": accumulated}
+    for op, how in {**ways, "sum_shards": summed, "global_norm": normed}.items():
         outputs = ("a", "b") if op in ("unpack_", "accumulate_") else ("y",)
-        calls = by(how, own), by(how, ref), by(how, ref)
-        yield OpCase(op, f"P={numel}", two, *calls, outputs)
+        ref = by(how, getattr(reference, f"{op.removesuffix('_')}_ref"))
+        yield OpCase(op, f"P={numel}", two, by(how, getattr(kernels, op)), ref, ref, outputs)
     if more and rows > 1:
         yield from flat_ops(1, 1, device)
         yield from flat_ops(1, 1003, device)
@@ -1152,16 +1136,15 @@ def weight_gradients(rows: int, size: int, device: str, *, more: bool = False) -
         return product(dy, x).float()
 
     def sum_of_rounded(dy: Tensor, x: Tensor) -> Tensor:
-        first, second = (rounded(*part) for part in halves(dy, x))
-        return first + second
+        return sum(rounded(*part) for part in halves(dy, x))
+
+    def inputs(draw: Draw, out: int) -> Inputs:
+        return {"dy": draw(rows, out), "x": draw(rows, size)}
 
     for own, eager, how in ((plain, rounded, ""), (added, sum_of_rounded, " added")):
-        for C, out in ((size, 3 * size), (size, 8)):
-
-            def make(draw: Draw, C: int = C, out: int = out) -> Inputs:
-                return {"dy": draw(rows, out), "x": draw(rows, C)}
-
-            calls, shape = (own, product, eager), f"N={rows} {C}->{out}{how}"
+        for out in (3 * size, 8):
+            calls, shape = (own, product, eager), f"N={rows} {size}->{out}{how}"
+            make = functools.partial(inputs, out=out)
             yield OpCase("weight_gradient", shape, make, *calls, ("dweight",), HALF, inner=FP32)
 
 

@@ -55,9 +55,7 @@ def embedding_fwd(
     x = F.embedding(idx, wte)
     if wpe is not None:
         x.add_(wpe[first_position : first_position + idx.shape[1]])
-    if key is None:
-        return x
-    return dropout_block(x, key, site, threshold, mask_shape(x.shape), out=x)
+    return _masked(x, key, site, threshold, out=x)
 
 
 def _sums_of_tokens(dx: Tensor, idx: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +63,7 @@ def _sums_of_tokens(dx: Tensor, idx: Tensor) -> tuple[Tensor, Tensor]:
     tokens, place = idx.flatten().unique(return_inverse=True)
     wide = torch.promote_types(dx.dtype, torch.float32)
     sums = dx.new_zeros(tokens.numel(), dx.shape[-1], dtype=wide)
-    return tokens, sums.index_add_(0, place, dx.flatten(0, 1).to(wide))
+    return tokens.long(), sums.index_add_(0, place, dx.flatten(0, 1).to(wide))
 
 
 def _sum_by_token(dx: Tensor, idx: Tensor, rows: int) -> Tensor:
@@ -73,7 +71,7 @@ def _sum_by_token(dx: Tensor, idx: Tensor, rows: int) -> Tensor:
     if dx.dtype.itemsize > 2 or dx.device.type != "cpu":  # torch's CUDA kernel sums in fp32
         return torch.ops.aten.embedding_dense_backward(dx, idx, rows, -1, False)
     tokens, sums = _sums_of_tokens(dx, idx)
-    return dx.new_zeros(rows, dx.shape[-1]).index_copy_(0, tokens.long(), sums.to(dx.dtype))
+    return dx.new_zeros(rows, dx.shape[-1]).index_copy_(0, tokens, sums.to(dx.dtype))
 
 
 def _add_by_token(dx: Tensor, idx: Tensor, wte_grad: Tensor) -> None:
@@ -81,7 +79,6 @@ def _add_by_token(dx: Tensor, idx: Tensor, wte_grad: Tensor) -> None:
         wte_grad.add_(_sum_by_token(dx, idx, wte_grad.shape[0]))
         return
     tokens, sums = _sums_of_tokens(dx, idx)
-    tokens = tokens.long()
     sums += wte_grad[tokens]
     wte_grad.index_copy_(0, tokens, sums.to(wte_grad.dtype))
 
@@ -94,10 +91,10 @@ def _sum_by_position(dx: Tensor, T: int, positions: int, first_position: int) ->
     return dwpe
 
 
-def _masked(dx: Tensor, key: Tensor | None, site: int, threshold: int) -> Tensor:
-    if key is None:
-        return dx
-    return dropout_block(dx, key, site, threshold, mask_shape(dx.shape))
+def _masked(
+    x: Tensor, key: Tensor | None, site: int, threshold: int, out: Tensor | None = None
+) -> Tensor:
+    return x if key is None else dropout_block(x, key, site, threshold, mask_shape(x.shape), out)
 
 
 def embedding_bwd(
@@ -132,10 +129,6 @@ def embedding_bwd_(
     return _sum_by_position(dx, idx.shape[1], *places)
 
 
-def _bwd_fake(dx, idx, key, site, threshold, rows, positions, first_position):
-    return dx.new_empty(rows, dx.shape[-1]), dx.new_empty(positions, dx.shape[-1])
-
-
 _embedding = define_op(
     "embedding(Tensor idx, Tensor wte, Tensor? wpe, SymInt first_position, Tensor? key, "
     "SymInt site, int threshold, Tensor? wte_grad) -> Tensor",
@@ -146,7 +139,7 @@ _embedding_bwd = define_op(
     "embedding_bwd(Tensor dx, Tensor idx, Tensor? key, SymInt site, int threshold, SymInt rows, "
     "SymInt positions, SymInt first_position) -> (Tensor, Tensor)",
     embedding_bwd,
-    _bwd_fake,
+    lambda dx, *args: tuple(dx.new_empty(n, dx.shape[-1]) for n in args[-3:-1]),
 )
 _embedding_bwd_ = define_op(
     "embedding_bwd_(Tensor(a!) wte_grad, Tensor dx, Tensor idx, Tensor? key, SymInt site, "

@@ -17,9 +17,6 @@ so adding to a given gradient is a load, an add and a store.
 
 The gradient of wpe is the sum over the batch, one row per program. Both read dx once, under the
 mask, drawn again. One warp per program: the sum over rows stays inside a thread, without barriers.
-
-An id outside [0, V) reads nothing and gives a row of NaN (zeros where dropped); its gradient is
-left out.
 """
 
 from collections.abc import Callable

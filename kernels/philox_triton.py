@@ -84,13 +84,8 @@ def _run_of_groups(
     head = (n0 % heads).to(tl.int32) + row // rows
     sample = first_sample + n0 // heads + head // heads
     site_head = site * 65536 + head % heads + first_head
-    w0, w1, w2, w3 = philox_words(
-        key_ptr,
-        sample[:, None],
-        site_head[:, None],
-        (row % rows + first_row)[:, None],
-        group[:, None],
-    )
+    row = (row % rows + first_row)[:, None]
+    w0, w1, w2, w3 = philox_words(key_ptr, sample[:, None], site_head[:, None], row, group[:, None])
     keep = _keep_words(w0, w1, w2, w3, threshold, GROUPS, 1)
     column = tl.arange(0, 16)[None, :]
     if BY_16:  # a run of groups is a run of memory
@@ -169,17 +164,17 @@ def keep_mask_fwd(
     return keep
 
 
-_ODD_ROWS = "rows of an odd number of elements do not begin at multiples of 16 bytes"
 AOT_EXEMPT = {
-    "_dropout_fwd_kernel dropout bf16 C=1001": {
-        "16-byte loads": _ODD_ROWS,
-        "16-byte stores": _ODD_ROWS,
-    }
+    "_dropout_fwd_kernel dropout bf16 C=1001": dict.fromkeys(
+        ("16-byte loads", "16-byte stores"),
+        "rows of an odd number of elements do not begin at multiples of 16 bytes",
+    )
 }
 
 
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     """(label, call on meta tensors) of the variants that GPT-2 uses, for ahead-of-time checks."""
+    at = MaskBlock(16, 12, 1024, 1024)
     key = torch.empty(2, dtype=torch.int64, device="meta")
 
     def drop(dtype: torch.dtype, *shape: int) -> Callable[[], Any]:
@@ -191,8 +186,5 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         ("dropout fp16 C=1600", drop(torch.float16, 16, 1024, 1600)),
         ("dropout fp32 C=768", drop(torch.float32, 16, 1024, 768)),
         ("dropout bf16 C=1001", drop(torch.bfloat16, 16, 1024, 1001)),
-        (
-            "keep_mask C=1024",
-            lambda: keep_mask_fwd(key, 1, 26, MaskBlock(16, 12, 1024, 1024), key.device),
-        ),
+        ("keep_mask C=1024", lambda: keep_mask_fwd(key, 1, 26, at, key.device)),
     ]

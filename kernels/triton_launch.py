@@ -1,10 +1,9 @@
 """Launches Triton kernels, records them for ahead-of-time compilation, and adapts them to a GPU.
 
-Every kernel of kernels/<op>_triton.py goes through launch(). On a GPU the first launch is Triton's
-own, later ones are ours, [Note: launches again]. On CPU tensors Triton's interpreter runs the
-kernel (TRITON_INTERPRET=1, for tests); inside record(arch) nothing runs: the kernels, argument
-types and options that a call would launch on such a GPU are collected, which is what `make aot`
-compiles. So the checked code is the shipped code.
+Every Triton kernel goes through launch(). On a GPU the first launch is Triton's own, later ones are
+ours, [Note: launches again]. On CPU tensors Triton's interpreter runs the kernel
+(TRITON_INTERPRET=1, for tests); inside record(arch) nothing runs: what a call would launch on such
+a GPU is collected, which is what `make aot` compiles.
 
 [Note: launches again] Triton's launch inspects every argument and writes a text of all options to
 find the compiled kernel, and inspects every argument again to launch it, which takes longer than

@@ -39,6 +39,7 @@ from fastpar.kernels.attention.hopper_triton import (
     _ring_barriers,
     _store,
     boxed,
+    boxes,
     layout_of,
     n_steps,
     ring,
@@ -185,14 +186,6 @@ def _consume(WHICH: gl.constexpr, outputs, buffers, barriers, sizes, scale, scal
 
 
 @gluon.jit
-def _boxes(desc, SLOTS: gl.constexpr):
-    box: gl.constexpr = desc.block_type.shape
-    return gl.allocate_shared_memory(
-        desc.dtype, [SLOTS, box[0], box[1], box[2], box[3]], desc.layout
-    )
-
-
-@gluon.jit
 def _lines(desc, SLOTS: gl.constexpr):
     return gl.allocate_shared_memory(desc.dtype, [SLOTS, 1, ROWS], desc.layout)
 
@@ -204,16 +197,16 @@ def _attention_hopper_bwd_dkdv_kernel(
     SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr,
 ):  # fmt: skip
     """n_heads: key heads of all samples together, H: of one, group: query heads of each."""
-    q_buffers, do_buffers = _boxes(q_desc, SLOTS), _boxes(do_desc, SLOTS)
+    q_buffers, do_buffers = boxes(q_desc, SLOTS), boxes(do_desc, SLOTS)
     lse_buffers, delta_buffers = _lines(lse_desc, SLOTS), _lines(delta_desc, SLOTS)
-    k_buffers, v_buffers = _boxes(k_desc, 2 * KV_SLOTS), _boxes(v_desc, 2 * KV_SLOTS)
+    k_buffers, v_buffers = boxes(k_desc, 2 * KV_SLOTS), boxes(v_desc, 2 * KV_SLOTS)
     buffers = q_buffers, do_buffers, lse_buffers, delta_buffers, k_buffers, v_buffers
     full, empty = _ring_barriers(SLOTS)
     kv_full, kv_empty = _ring_barriers(KV_SLOTS)
     barriers = full, empty, kv_full, kv_empty
     fence_async_shared()  # TMA sees the barriers' initial state
     sources = q_desc, do_desc, lse_desc, delta_desc, k_desc, v_desc
-    outputs = dk_desc, dv_desc, _boxes(dk_desc, 2), _boxes(dv_desc, 2)
+    outputs = dk_desc, dv_desc, boxes(dk_desc, 2), boxes(dv_desc, 2)
     sizes = n_heads, H, group, n_tiles, n_blocks
     gl.warp_specialize(
         [

@@ -216,11 +216,10 @@ def _ring_barriers(SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _slots(desc, SLOTS: gl.constexpr):
-    """Shared memory for SLOTS times BLOCK rows, in boxes of the descriptor."""
-    PARTS: gl.constexpr = BLOCK // desc.block_type.shape[2]
+def boxes(desc, n: gl.constexpr):
+    """Shared memory for n boxes of the descriptor."""
     box: gl.constexpr = desc.block_type.shape
-    return gl.allocate_shared_memory(desc.dtype, [SLOTS * PARTS, 1, 1, box[2], box[3]], desc.layout)
+    return gl.allocate_shared_memory(desc.dtype, [n, 1, 1, box[2], box[3]], desc.layout)
 
 
 @gluon.jit(do_not_specialize=["n_heads", "H", "group", "T", "n_tiles"])
@@ -229,8 +228,8 @@ def _attention_hopper_fwd_kernel(
     KV_SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
 ):  # fmt: skip
     """n_heads: of all samples together, H: of one."""
-    buffers = _slots(q_desc, Q_SLOTS), _slots(k_desc, KV_SLOTS), _slots(v_desc, KV_SLOTS)
-    o_buffers = _slots(o_desc, 1)
+    buffers = boxes(q_desc, 2 * Q_SLOTS), boxes(k_desc, KV_SLOTS), boxes(v_desc, KV_SLOTS)
+    o_buffers = boxes(o_desc, 2)
     q_full, q_empty = _ring_barriers(Q_SLOTS)
     k_full, k_empty = _ring_barriers(KV_SLOTS)
     v_full, v_empty = _ring_barriers(KV_SLOTS)

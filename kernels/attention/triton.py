@@ -9,25 +9,23 @@ accumulators are fp32. Saved for backward besides the inputs and o: lse (base 2,
 query that sees nothing, so that its probabilities are computed again as 0).
 
 [Note: phases] Keys come in two loops: tiles that every query of the program sees, without any
-mask, then the tiles that the diagonal or the end of the keys crosses. A mask costs as many
+mask, then (`cut`) those that the diagonal or the end of the keys crosses. A mask costs as many
 instructions as a quarter of the softmax, and at T = 1024 seven tiles of eight need none.
 
 [Note: order] Programs start in the order of their index. Under a causal mask the longest come
-first, so that the last to end are short. They go through `section` heads at a time, whose keys and
-values fit in L2 together; otherwise the longest-first order would touch all heads at once.
+first, so that the last to end are short, and go through `section` heads at a time, whose keys and
+values fit in L2 together.
 
 [Note: documents] With cu_seqlens, document d has at most cu[d+1] // BLOCK - cu[d] // BLOCK + 1
 tiles, so its first tile gets the number cu[d] // BLOCK + d: the grid of total // BLOCK + n programs
-is known without reading cu_seqlens on the host, and a program finds its document by bisection. All
-bounds are clamped to [0, total]: a wrong cu_seqlens gives wrong results, but no address outside the
-tensors.
+is known without reading cu_seqlens on the host, and a program finds its document by bisection.
+Bounds are clamped to [0, total], so that no cu_seqlens gives an address outside the tensors.
 
 [Note: key order] A Philox call gives the bits of 16 neighbouring keys, but a thread holds keys
 2c, 2c + 1, 2c + 8, ... of a row of scores (c = lane % 4: the fragment of the matrix instruction).
 With dropout the 64 keys of a tile are therefore loaded in an order that gives a thread 16
-neighbours: position 8 j + 2 c + e holds key 16 c + 2 j + e. Only the order of sums over keys
-changes, and no bit is exchanged between threads or computed twice. K and V are then read by
-pointers: a descriptor's box has the order of memory.
+neighbours: position 8 j + 2 c + e holds key 16 c + 2 j + e. So no bit is exchanged between threads
+or computed twice. K and V are then read by pointers: a descriptor's box has the order of memory.
 
 Backward:
 
@@ -37,17 +35,16 @@ Backward:
 p is computed again from q, k and lse. _attention_bwd_dq_kernel owns BLOCK_Q queries, also computes
 their delta, and walks over keys like the forward. _attention_bwd_dkdv_kernel runs after it, owns
 BLOCK_K keys of one key head and walks over the queries that see them, for each query head of the
-group in turn. So every sum has one order, without atomics: gradients have the same bits in every
-run. The price is that scores and dp are computed twice (seven matrix products instead of five).
+group in turn. So every sum has one order, without atomics, at the price of scores and dp that are
+computed twice (seven matrix products instead of five).
 
 With dropout, kept = p * keep: ds * (1 - dropout) = kept * (do v^T) - p * delta * (1 - dropout), and
 dq, dk and dv are scaled once by 1 / (1 - dropout).
 
-[Note: fp32] In fp32 the statistics themselves dominate the rounding: lse by its own size, and delta
-and dp by two different sums, which shows if few keys share a row. So for fp32 inputs
-_attention_bwd_dq_kernel first walks over the keys once more for sum(p), whose inverse it writes
-after delta as `norm` and by which both kernels correct p, and for delta = sum(p * keep * dp). The
-correction is valid only for exactly these scores, so both kernels multiply q k^T.
+[Note: fp32] In fp32 the statistics themselves dominate the rounding: lse by its own size, delta and
+dp by two different sums. So for fp32 inputs _attention_bwd_dq_kernel first walks over the keys once
+more for delta = sum(p * keep * dp) and for sum(p), whose inverse it writes as `norm` and by which
+both kernels correct p. That is valid only for exactly these scores: both multiply q k^T.
 
 [Note: transposed] _attention_bwd_dkdv_kernel holds scores as [BLOCK_K, BLOCK_Q]: p^T and ds^T are
 then left operands and stay in registers. With dropout, because of [Note: key order], and in fp32 it

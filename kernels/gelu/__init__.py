@@ -55,16 +55,6 @@ def _float_bias(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.to(torch.float32).contiguous()
 
 
-def _bias_gelu_cpp(x: Tensor, bias: Tensor | None) -> Tensor:
-    """y of the tanh form by the compiled kernel."""
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    if x.numel():
-        c = x.shape[-1] if x.dim() else 1
-        _C.bias_gelu_fwd(x, _float_bias(bias), y, c, torch.get_num_threads())
-    return y
-
-
 def _pre_activation(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else (x + bias).to(x.dtype)
 
@@ -74,7 +64,12 @@ def bias_gelu_fwd(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     if use_triton("bias_gelu", x):
         return triton_module("gelu.triton").bias_gelu_fwd(x, bias, tanh)
     if use_cpp("bias_gelu", x) and tanh:
-        return _bias_gelu_cpp(x, bias)
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        if x.numel():
+            c = x.shape[-1] if x.dim() else 1
+            _C.bias_gelu_fwd(x, _float_bias(bias), y, c, torch.get_num_threads())
+        return y
     return F.gelu(_pre_activation(x, bias).contiguous(), approximate=_FORMS[tanh])
 
 
@@ -85,13 +80,11 @@ def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tup
     if use_cpp("bias_gelu", x) and tanh:
         dy, x = dy.contiguous(), x.contiguous()
         dx = torch.empty_like(x)
-        dbias = None if bias is None else x.new_zeros(bias.shape[0], dtype=torch.float32)
+        dbias = x.new_zeros(0 if bias is None else bias.shape[0], dtype=torch.float32)
         if x.numel():
-            c = x.shape[-1] if x.dim() else 1
-            _C.bias_gelu_bwd(dy, x, _float_bias(bias), dx, dbias, c, torch.get_num_threads())
-        if bias is None or dbias is None:
-            return dx, x.new_zeros(0, dtype=torch.float32)
-        return dx, dbias.to(bias.dtype)
+            c, to = x.shape[-1] if x.dim() else 1, None if bias is None else dbias
+            _C.bias_gelu_bwd(dy, x, _float_bias(bias), dx, to, c, torch.get_num_threads())
+        return dx, dbias if bias is None else dbias.to(bias.dtype)
     u = _pre_activation(x, bias).contiguous()
     dx = torch.ops.aten.gelu_backward(dy.contiguous(), u, approximate=_FORMS[tanh])
     if bias is None:
@@ -99,10 +92,6 @@ def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tup
     rows = dx.reshape(-1, dx.shape[-1]) if dx.numel() else dx.new_zeros(1, dx.shape[-1])
     wide = torch.promote_types(dx.dtype, torch.float32)  # 16-bit sums are kept in fp32
     return dx, rows.sum(0, dtype=wide).to(bias.dtype)
-
-
-def _fake(x, bias, tanh):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _bwd_fake(dy, x, bias, tanh):
@@ -113,8 +102,9 @@ def _bwd_fake(dy, x, bias, tanh):
 
 
 _bias_gelu = define_op(
-    "bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor", bias_gelu_fwd, _fake
-)
+    "bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor", bias_gelu_fwd,
+    lambda x, bias, tanh: torch.empty_like(x, memory_format=torch.contiguous_format),
+)  # fmt: skip
 _bias_gelu_bwd = define_op(
     "bias_gelu_bwd(Tensor dy, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)",
     bias_gelu_bwd,

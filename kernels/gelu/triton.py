@@ -183,28 +183,22 @@ def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tup
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     """(label, call on meta tensors) of the variants that GPT-2 uses, for ahead-of-time checks."""
 
-    def call(
-        direction: str, C: int, dtype: torch.dtype, bias_dtype: torch.dtype | None, tanh: bool
-    ) -> tuple[str, Callable[[], Any]]:
+    def calls(
+        label: str, C: int, dtype: torch.dtype, bias_dtype: torch.dtype | None, tanh: bool
+    ) -> list[tuple[str, Callable[[], Any]]]:
         x = torch.empty(16384, C, dtype=dtype, device="meta")
         bias = None if bias_dtype is None else torch.empty(C, dtype=bias_dtype, device="meta")
-        name = str(dtype).removeprefix("torch.")
-        label = f"{direction} {'tanh' if tanh else 'erf'} {name} C={C}"
-        if bias is None:
-            label += " no bias"
-        elif bias_dtype != dtype:
-            label += " fp32 bias"
-        if direction == "fwd":
-            return label, lambda: bias_gelu_fwd(x, bias, tanh)
-        return label, lambda: bias_gelu_bwd(x, x, bias, tanh)
+        return [
+            (f"fwd {label}", lambda: bias_gelu_fwd(x, bias, tanh)),
+            (f"bwd {label}", lambda: bias_gelu_bwd(x, x, bias, tanh)),
+        ]
 
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    variants: list[tuple[int, torch.dtype, torch.dtype | None, bool]] = [
-        (3072, bf16, bf16, True),
-        (6400, bf16, bf16, True),
-        (3072, bf16, fp32, False),
-        (3072, fp16, fp16, True),
-        (3072, fp32, fp32, True),
-        (6400, bf16, None, True),
+    return [
+        *calls("tanh bfloat16 C=3072", 3072, bf16, bf16, True),
+        *calls("tanh bfloat16 C=6400", 6400, bf16, bf16, True),
+        *calls("erf bfloat16 C=3072 fp32 bias", 3072, bf16, fp32, False),
+        *calls("tanh float16 C=3072", 3072, fp16, fp16, True),
+        *calls("tanh float32 C=3072", 3072, fp32, fp32, True),
+        *calls("tanh bfloat16 C=6400 no bias", 6400, bf16, None, True),
     ]
-    return [call(direction, *v) for v in variants for direction in ("fwd", "bwd")]

@@ -5,10 +5,9 @@
 
 On CUDA these are torch's own GEMMs: with GELU or sums over rows in cublasLt's epilogues forward and
 backward took longer in total (an H200, C=768). In fp32 on CPU torch calls MKL, which uses AVX-512
-on Intel machines only. On other makers' AVX-512 machines the products are our own
-(csrc/gemm_cpu.cpp): on one EPYC 9005 core, at GPT-2's shapes, 190 to 220 Gflop/s against MKL's 100.
-oneDNN, which torch also has, is as fast but allocates every result and sums in one long chain, so
-that its error is 2 to 3 times MKL's; ours is below MKL's. Ours read any strides.
+on Intel machines only. On other makers' the products are our own (csrc/gemm_cpu.cpp): at GPT-2's
+shapes on one EPYC 9005 core 190 to 220 Gflop/s against MKL's 100, of any strides. oneDNN is as fast
+but sums in one long chain: its error is 2 to 3 times MKL's, ours is below MKL's.
 Saved for backward: x and weight, the inputs.
 
 [Note: bf16 on AMX] Our products (csrc/gemm_cpu.cpp) run where they are faster: oneDNN's time
@@ -160,28 +159,19 @@ def linear_bwd(
     )
 
 
-def _fake(x, weight, bias):
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-def _bwd_fake(dy, x, weight, need_dx, need_dweight, need_dbias):
-    return (
-        x.new_empty(x.shape if need_dx else (0,)),
-        x.new_empty(weight.shape if need_dweight else (0,)),
-        x.new_empty((weight.shape[0],) if need_dbias else (0,)),
-    )
+def _bwd_fake(dy, x, weight, *needed):
+    shapes = zip(needed, (x.shape, weight.shape, weight.shape[:1]))
+    return tuple(x.new_empty(shape if need else (0,)) for need, shape in shapes)
 
 
 _linear = define_op(
-    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", linear_fwd, _fake, ("CPU",)
-)
+    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", linear_fwd,
+    lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]), ("CPU",),
+)  # fmt: skip
 _linear_bwd = define_op(
     "linear_bwd(Tensor dy, Tensor x, Tensor weight, bool need_dx, bool need_dweight, "
-    "bool need_dbias) -> (Tensor, Tensor, Tensor)",
-    linear_bwd,
-    _bwd_fake,
-    ("CPU",),
-)
+    "bool need_dbias) -> (Tensor, Tensor, Tensor)", linear_bwd, _bwd_fake, ("CPU",),
+)  # fmt: skip
 
 
 def _setup_context(ctx, inputs, output):
@@ -283,8 +273,7 @@ def linear(
     if place is None and queue is None and use_wide(x):
         place = place_for(weight, "fastpar_wide_place")
     if queue is not None or place is not None:
-        y: Tensor = _OwnBackward.apply(x, weight, bias, queue, place)
-        return y
+        return _OwnBackward.apply(x, weight, bias, queue, place)
     return _at_once(x, weight, bias)
 
 

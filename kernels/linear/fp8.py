@@ -13,9 +13,8 @@ and a model:
     block   128 neighbours in a row. Features may be divided at multiples of 128.
     tensor  all of it, on all ranks. Known only afterwards: DelayedScales uses those of earlier
             steps, so values can exceed the largest code. They become that code and are counted.
-A row's or block's scale is the least 2^k with which its largest value fits, so nothing in it
-overflows. dweight sums over tokens: with row or block scales its groups would consist of tokens, as
-many as a rank happens to have, so there it is a product in the format of x.
+A row's or block's scale is the least 2^k with which its largest value fits. dweight sums over
+tokens, of which a rank has only some: with row or block scales it is a product in x's format.
 
 [Note: not finite] An infinity or NaN makes its row or block NaN, with a tensor's scale only itself:
 the norm of the gradients shows that a step overflowed, as without fp8.
@@ -165,17 +164,13 @@ class DelayedScales:
             return None
         if self._scales is None or self._scales.device != device:
             with torch.inference_mode(False):  # the first forward may be a validation's
-                self._scales = self._scales_on(device)
+                tops, (e4m3, e5m2) = self.history.amax(0).to(device), LARGEST.values()
+                tops[:, DY] *= self.averaged * e4m3 / e5m2  # the ratio is a power of two
+                scales = power_of_two(tops, e4m3)
+                scales = torch.where(scales > 2.0**-126, scales, 1.0)
+                # cublasLt reads a scale at a multiple of 16 bytes.
+                self._scales = F.pad(scales[..., None], (0, 3))
         return self._scales[layer, which, 0]
-
-    def _scales_on(self, device: torch.device) -> Tensor:
-        tops = self.history.amax(0).to(device)
-        e4m3, e5m2 = LARGEST.values()
-        tops[:, DY] *= self.averaged * e4m3 / e5m2  # the ratio is a power of two
-        scales = power_of_two(tops, e4m3)
-        scales = torch.where(scales > 2.0**-126, scales, 1.0)
-        # cublasLt reads a scale at a multiple of 16 bytes.
-        return torch.nn.functional.pad(scales[..., None], (0, 3))
 
     def note(self, layer: int, found: Sequence[Tensor], *, own: bool = False) -> None:
         """Adds round_all()'s findings in a backward for x, weight and dy; own: by Triton."""
@@ -274,8 +269,7 @@ class Fp8:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """linear(x, weight, bias, fp8=self), for shapes that fit."""
         self._check(x, weight)
-        y: Tensor = _Linear.apply(x, weight, bias, self)
-        return y
+        return _Linear.apply(x, weight, bias, self)
 
     def round_part(self, part: Tensor, ranks: int) -> Tensor:
         """uint8 codes of a rank's shard [S] of the weight, equal to those of the full weight:
@@ -338,9 +332,7 @@ class Fp8:
             y = _by_halves(left, right, a.group if a.group == BLOCK else 0)
             return (y if bias is None else y.add_(bias)).to(like.dtype)
         if not whole:
-            kernels = backend.triton_module("linear.fp8_triton")
-            made: Tensor = kernels.block_product(a, b, bias, like.dtype)
-            return made
+            return _kernels(True).block_product(a, b, bias, like.dtype)
         if backend.recording:
             return like.new_empty(len(a.codes), len(b.codes))
         of_rows, beyond = a.scales.dim() > 0, -a.codes.shape[1] % 16

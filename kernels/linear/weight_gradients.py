@@ -5,10 +5,8 @@
 
 So a pipeline sends dx as early as it can, and fills its waiting time with the remaining products
 (the split backward of zero-bubble schedules, Qi et al. 2023, arXiv 2401.10241). Until then dy and x
-are kept. Computation and bits are those of an undivided backward.
-
-A layer reads the current queue when its forward runs, in the thread that calls it, and keeps it for
-its backward, which autograd may run in another thread.
+are kept. The bits are those of an undivided backward. A layer reads the current queue when its
+forward runs, and keeps it for its backward, which autograd may run in another thread.
 
 [Note: places] In an undivided backward the product is written directly to where the gradient is
 kept, if such memory is offered: weight.fastpar_place is a function of the weight that returns the

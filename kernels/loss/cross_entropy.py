@@ -4,13 +4,12 @@
     loss_i = lse_i - (1 - s) * logits_i[t_i] - s * mean(logits_i) + z * lse_i^2
     dlogits_i = softmax(logits_i) * (1 + 2 * z * lse_i) - (1 - s) * onehot(t_i) - s / V
 
-s is the label smoothing, z the z-loss; both means and sums are over the V real classes, padding
-columns are excluded and get the gradient 0. loss_i and its gradient are 0 in ignored rows. Forward
-computes the gradient together with the loss, while the row is in cache, and keeps it; backward
-multiplies it by the incoming gradient, in place and only if that is not 1. So a training step reads
-the logits once and writes their gradient once; the usual three kernels move 3 times as much.
-
-cross_entropy_rows() is also what linear_cross_entropy runs on each chunk of its logits.
+s is the label smoothing, z the z-loss; means and sums are over the V real classes, padding columns
+get the gradient 0. loss_i and its gradient are 0 in ignored rows. Forward computes the gradient
+together with the loss, while the row is in cache, and keeps it; backward multiplies it by the
+incoming gradient, in place and only if that is not 1. So a training step reads the logits once and
+writes their gradient once; the usual three kernels move 3 times as much. linear_cross_entropy runs
+cross_entropy_rows() on each chunk of its logits.
 
 [Note: shards] If the vocabulary is sharded, each rank holds the logits of the classes from `first`
 on. With an all-reduce MAX of m and two all-reduce SUMs, [N] numbers each,
@@ -19,19 +18,17 @@ on. With an all-reduce MAX of m and two all-reduce SUMs, [N] numbers each,
     M = MAX(m),  lse = log(SUM(s * exp(m - M))) + M,  loss_i = lse_i - SUM(t)_i  where not ignored
     dlogits = cross_entropy_shard_grad(logits, targets, lse, scale, first=first)
 
-the logits are never gathered. For linear_cross_entropy the same holds chunk by chunk: the logits
-are those of a chunk of x and of this rank's rows of the weight. The caller runs the collectives.
-Neither function is differentiable: they are the forward and the backward of the caller's own op.
+the logits are never gathered, also chunk by chunk with linear_cross_entropy. The caller runs the
+collectives. Neither function is differentiable: they are the forward and the backward of the
+caller's own op.
 
-[Note: fp16]
-A gradient divided by the number of targets underflows in fp16 before a loss scale could save it. So
-fp16 gradients are kept undivided, and backward applies 1 / targets together with the incoming
-gradient.
+[Note: fp16] A gradient divided by the number of targets underflows in fp16 before a loss scale
+could save it. So fp16 gradients are kept undivided, and backward applies 1 / targets together with
+the incoming gradient.
 
-[Note: in place]
-With inplace=True the gradient overwrites the logits, which halves the memory. Nothing else may need
-them afterwards. A leaf and rows that share memory are refused; a node of the graph that kept the
-logits for its own backward raises there, because their version counter changes.
+[Note: in place] With inplace=True the gradient overwrites the logits, which halves the memory. A
+leaf and rows that share memory are refused; a node of the graph that kept the logits for its own
+backward raises there, because their version counter changes.
 """
 
 import math

@@ -4,14 +4,11 @@
     loss_i, dlogits_i: as in cross_entropy.py, summed or averaged over the valid targets
     dx = dlogits @ weight,  dweight = dlogits.T @ x
 
-The rows are divided into chunks. For each chunk the logits are computed into one workspace, turned
-into their gradient in place and multiplied into dx and dweight, all in forward: logits are computed
-once and held for one chunk at a time. Backward only multiplies by the incoming gradient. Saved for
-backward: dx, and dweight in fp32, in which the chunks are summed.
-
-With reduction="none" the incoming gradient differs by row, and dweight is a sum over the rows, so
-forward cannot compute it: backward computes the logits of each chunk again (4 GEMMs instead of 3).
-Saved for backward: the inputs.
+For each chunk of rows the logits are computed into one workspace, turned into their gradient in
+place and multiplied into dx and dweight, all in forward: logits are computed once and held for one
+chunk at a time. Backward only multiplies by the incoming gradient. Saved for backward: dx, and
+dweight in fp32, in which the chunks are summed. With reduction="none" the incoming gradient differs
+by row: backward computes the logits of each chunk again (4 GEMMs instead of 3). Saved: the inputs.
 
 [Note: chunk size]
 A chunk reads weight twice and reads and writes the fp32 dweight, for 6 * R * V * C operations on
@@ -22,11 +19,9 @@ V = 50304, forward and backward of 1024 rows, ms for R = 64, 128, 256, 512, 1024
 so R is at most 512, and for C < 512, where 341 rows are as fast, at most 352: 71 MB of logits.
 On CUDA, derived, not measured: in 16 bits the traffic is 2 * F / (B * R) of the GEMM time on a
 machine of F flop/s and B bytes/s (F / B is 150 to 230), at most 6 % for R = 8192, 22 % for 2048.
-R is between these, as large as memory allows: 2 * R * V of logits, 4 * V * C of dweight and
-2 * N * C of dx in 14 % of eager PyTorch's peak of 6 * N * V bytes (15 % when rounded up to 256
-rows, the GEMM's tile):
-    R = 0.42 * N - 2 * C - N * C / V
-Below N = 12000 dweight alone exceeds that limit, and 2048 rows are used for speed.
+R is between these, as large as fits in 14 % of eager PyTorch's peak of 6 * N * V bytes (15 % when
+rounded up to 256 rows, the GEMM's tile) with 2 * R * V of logits, 4 * V * C of dweight and
+2 * N * C of dx: R = 0.42 * N - 2 * C - N * C / V.
 
 [Note: dweight]
 On CUDA torch.addmm(dweight, a, b, out_dtype=torch.float32, out=dweight) multiplies 16-bit matrices

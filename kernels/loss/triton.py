@@ -378,24 +378,21 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def rows(v: int, width: int, dtype: torch.dtype, smoothing: float, grad: bool) -> Any:
-        def call() -> None:
-            logits, targets = meta(8, width, dtype=dtype), meta(8, dtype=torch.int64)
-            out = logits if grad else None
-            cross_entropy_rows(logits, targets, out, v, -100, smoothing, 0.0, meta())
+    targets = meta(8, dtype=torch.int64)
 
-        return call
+    def rows(v: int, width: int, dtype: torch.dtype, smoothing: float, grad: bool) -> Any:
+        logits = meta(8, width, dtype=dtype)
+        how = logits if grad else None, v, -100, smoothing, 0.0, meta()
+        return lambda: cross_entropy_rows(logits, targets, *how)
 
     def multiply(width: int, dtype: torch.dtype) -> Any:
-        def call() -> None:
-            grad = meta(8, width, dtype=dtype)
-            multiply_rows(grad, meta(), grad)
-
-        return call
+        grad = meta(8, width, dtype=dtype)
+        return lambda: multiply_rows(grad, meta(), grad)
 
     def shard(dtype: torch.dtype) -> Any:
+        logits = meta(8, 25216, dtype=dtype)
+
         def call() -> None:
-            logits, targets = meta(8, 25216, dtype=dtype), meta(8, dtype=torch.int64)
             shard_fwd(logits, targets, 25216, 25041, -100)
             for grad in (torch.empty_like(logits), logits):
                 shard_bwd(logits, targets, meta(8), meta(8), grad, 25216, 25041, -100, 0.0)

@@ -20,13 +20,12 @@ Backward's bytes are in flight all the time: a program loads its next rows befor
 current ones, and holds them in their storage format.
 
 [Note: backward] A fixed number of programs, as many as an SM holds at once, walks over the rows and
-keeps its partials of dweight, dbias and dx_bias in registers; a second kernel adds the partials in
-order. So the bits depend on the GPU's number of SMs, not on the run. Rows of more than 4096 columns
-do not fit: a first kernel computes the two means of each row, then programs divide the columns.
+keeps its partials of dweight, dbias and dx_bias in registers; a second kernel adds them in order.
+So the bits depend on the GPU's number of SMs, not on the run. Rows of more than 4096 columns do not
+fit: a first kernel computes the two means of each row, then programs divide the columns.
 
 [Note: mask in registers] One Philox call serves 16 neighbours, a thread holds SIDE = 8 (or 4).
-Threads that share a group both make its call and use their own words: the same work as in a warp
-with idle lanes (256 columns are 16 groups for 32 lanes), and no bit moves between threads.
+Threads that share a group both make its call and use their own words: no bit moves between them.
 """
 
 # Triton compiles a + (b,), not (*a, b), and lets a tuple grow.
@@ -569,8 +568,10 @@ def layer_norm_bwd(
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     """Every kernel, in the variants for GPT-2's shapes and options."""
 
+    f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+
     def call(
-        C: int, dtype: torch.dtype = torch.bfloat16, x_dtype: torch.dtype | None = None,
+        C: int, dtype: torch.dtype = bf16, x_dtype: torch.dtype | None = None,
         residual: bool = False, dropout: bool = False, rms: bool = False,
         sample_rows: int | None = None, moved: tuple[int, int] = (0, 0),
     ) -> Callable[[], Any]:  # fmt: skip
@@ -589,7 +590,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
 
         return run
 
-    f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    of_rows = functools.partial(call, 768, residual=True, dropout=True, sample_rows=1024)
     return [
         ("bf16 768", call(768)),
         ("bf16 1024", call(1024)),
@@ -602,9 +603,6 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         ("fp32 768 residual dropout", call(768, f32, residual=True, dropout=True)),
         ("bf16 on fp32 1600 residual", call(1600, f32, bf16, residual=True)),
         ("bf16 16384 residual dropout", call(16384, residual=True, dropout=True)),
-        ("bf16 768 dropout of rows", call(768, residual=True, dropout=True, sample_rows=1024)),
-        (
-            "bf16 768 dropout of two runs of rows",
-            call(768, residual=True, dropout=True, sample_rows=1024, moved=(1, 2)),
-        ),
+        ("bf16 768 dropout of rows", of_rows()),
+        ("bf16 768 dropout of two runs of rows", of_rows(moved=(1, 2))),
     ]
