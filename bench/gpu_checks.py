@@ -5,8 +5,6 @@ fast: proofs of all classes, 124M beside eager PyTorch and torch.compile, small 
 pack: on a machine without a GPU, compiles for sm_90 what these launch.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc
@@ -154,10 +152,8 @@ def judge(cases: Sequence[OpCase], dtypes: Sequence[torch.dtype], what: str = OW
             if what == OWN or "hopper" in what:
                 first, second = (one.results(dtype, RUN.device) for _ in range(2))
                 for name, value in first.items():
-                    bits = [
-                        x.contiguous().view(-1).view(torch.uint8) for x in (value, second[name])
-                    ]
-                    if not torch.equal(*bits):
+                    both = (x.contiguous().view(-1) for x in (value, second[name]))
+                    if not torch.equal(*(x.view(torch.uint8) for x in both)):
                         wrong.append(f"{where}: {name} differs between two calls")
             check()
 
@@ -210,25 +206,20 @@ def check_attention(D: int, what: str) -> Found:
     cases = [attention_case(2, T, D, 4, RUN.device) for T in lengths]
     if not peer:
         cases.append(attention_case(1, 300, D, 6, RUN.device, Hkv=2))
-        cases.append(attention_case(2, 64, D, 4, RUN.device, Tk=96))
         cases.append(attention_case(1, 48, D, 4, RUN.device, p=0.1))
-    cases.append(attention_case(2, 64, D, 4, RUN.device, causal=False))
-    cases.append(attention_case(2, 64, D, 4, RUN.device, scale=6.0))
+    other: list[Found] = [{"causal": False}, {"scale": 6.0}, *[{"Tk": 96}] * (not peer)]
+    cases += [attention_case(2, 64, D, 4, RUN.device, **how) for how in other]
     return judge(cases, HALF, what)
 
 
-def check_matrices() -> Found:
-    shapes = (768, 768), (768, 3072), (100, 257)
-    return judge([orthogonal_case(*shape) for shape in shapes], (WIDE, HALF[0]))
-
-
+MATRICES = [orthogonal_case(*shape) for shape in ((768, 768), (768, 3072), (100, 257))]
 CELLS["right"] += [
     *(Cell(f"{op} {size}".removesuffix(" 0"), partial(check_op, op, size, n), 40)
       for op, size, n in LISTED),
     *(Cell(f"attention {D} {what}", partial(check_attention, D, what), 40)
       for D in (64, 128) for what in WHO),
     Cell("experts", lambda: judge(list(experts(256, 128, RUN.device)), (*HALF, WIDE)), 40),
-    Cell("orthogonalize", check_matrices, 30),
+    Cell("orthogonalize", partial(judge, MATRICES, (WIDE, HALF[0])), 30),
 ]  # fmt: skip
 
 
@@ -349,24 +340,25 @@ def resumed(base: Found) -> Found:
 
 ON_HOST = {"offload_activations": True, "activation_checkpointing": "full"}
 IN_FP8 = {"fp8": "all", "fp8_scaling": "tensor", "fp8_weight_gradient": "fp8"}
-ENGINE: list[tuple[str, Callable[[], Found], bool]] = [  # whether a CPU can run it, too
-    ("zero_stage 2", partial(same_run, {"deterministic": True}, {"zero_stage": 2}), True),
-    ("recomputation", partial(same_run, {}, {"activation_checkpointing": "full"}), True),
-    ("resume, deterministic", partial(resumed, {"deterministic": True}), True),
-    ("muon", partial(resumed, {"optimizer": "muon"}), True),
-    ("cuda_graphs",
-     partial(same_run, {"cuda_graphs": False}, {"cuda_graphs": True}), False),
-    ("offload optimizer", partial(same_run, {}, {"offload": "optimizer"}), False),
-    ("offload parameters",
-     partial(same_run, {}, {"offload": "parameters", "zero_stage": 3}), False),
-    ("activations on the host", partial(same_run, {}, ON_HOST), False),
-    ("resume, fp16 with a loss scale", partial(resumed, {"dtype": "fp16"}), False),
-    ("compile", partial(same_run, {}, {"compile": True}, 0.05), False),
-    ("fp8 row", partial(same_run, {}, {"fp8": "all"}, 0.2), False),
-    ("fp8 block", partial(same_run, {}, {"fp8": "all", "fp8_scaling": "block"}, 0.2), False),
-    ("fp8 tensor", partial(same_run, {}, IN_FP8, 0.2), False),
-]  # fmt: skip
-CELLS["right"] += [Cell(name, run, 90, on_cpu=on_cpu) for name, run, on_cpu in ENGINE]
+ON_CPU: dict[str, Callable[[], Found]] = {
+    "zero_stage 2": partial(same_run, {"deterministic": True}, {"zero_stage": 2}),
+    "recomputation": partial(same_run, {}, {"activation_checkpointing": "full"}),
+    "resume, deterministic": partial(resumed, {"deterministic": True}),
+    "muon": partial(resumed, {"optimizer": "muon"}),
+}
+ENGINE: dict[str, Callable[[], Found]] = {
+    **ON_CPU,
+    "cuda_graphs": partial(same_run, {"cuda_graphs": False}, {"cuda_graphs": True}),
+    "offload optimizer": partial(same_run, {}, {"offload": "optimizer"}),
+    "offload parameters": partial(same_run, {}, {"offload": "parameters", "zero_stage": 3}),
+    "activations on the host": partial(same_run, {}, ON_HOST),
+    "resume, fp16 with a loss scale": partial(resumed, {"dtype": "fp16"}),
+    "compile": partial(same_run, {}, {"compile": True}, 0.05),
+    "fp8 row": partial(same_run, {}, {"fp8": "all"}, 0.2),
+    "fp8 block": partial(same_run, {}, {"fp8": "all", "fp8_scaling": "block"}, 0.2),
+    "fp8 tensor": partial(same_run, {}, IN_FP8, 0.2),
+}
+CELLS["right"] += [Cell(name, run, 90, on_cpu=name in ON_CPU) for name, run in ENGINE.items()]
 
 
 @cell("right", "NCCL of one rank", limit_s=40, on_cpu=False)
@@ -423,12 +415,23 @@ def run_tests(files: Sequence[str], *chosen: str) -> Found:
     return {"shown": ", ".join(f"{n} {what}" for what, n in count.items())}
 
 
-@cell("right", "kernels of csrc against the CPU", limit_s=60, on_cpu=False)
-def tests_of_csrc() -> Found:
-    """The tests of the CUDA kernels, which compare bits with the CPU's, on the real kernels."""
-    names = ("adamw_cuda", "bucket", "global_norm", "quantize", "philox")
-    files = [f"tests/ops/test_{name}.py" for name in names]
-    return run_tests(files, "-m", "gpu or not slow", "-k", "cuda or gpu")
+GPU_TESTS = {
+    "csrc": ("ops/test_adamw", "ops/test_flat_memory", "ops/test_philox"),  # bits of the CPU's
+    "graphs": ("optim/test_steps", "train/test_cuda_graphs"),
+    "engine": ("engine/test_engine", "comm/test_recorder", "engine/test_replicas"),
+    "hopper": ("ops/test_attention_hopper",),
+    "ops": ("ops/test_attention_peers", "ops/test_embedding"),
+    "memory": ("predict/test_memory_model", "predict/test_capacity"),
+}
+
+
+def cell_of_tests(name: str, *chosen: str, **how: Any) -> Cell:
+    files = [f"tests/{file}.py" for file in GPU_TESTS[name]]
+    return Cell(f"tests of {name}", partial(run_tests, files, *chosen), 90, **how)
+
+
+WITH_CUDA = ("-m", "gpu or not slow", "-k", "cuda or gpu")
+CELLS["right"].append(cell_of_tests("csrc", *WITH_CUDA, on_cpu=False))
 
 
 # How fast
@@ -465,27 +468,23 @@ class NotedBench(Bench):
         note(rows=[row.to_json() for row in self.results.rows.values()])
 
 
-class DryBench(NotedBench):
-    """Compiles and judges, and times nothing: a later cell finds what torch.compile made."""
-
-    def measure(self, *_: Any) -> None:
-        pass
-
-
-def bench_of(name: str, only: str, kind: type[Bench] = NotedBench) -> Bench:
+def bench_of(name: str, only: str) -> Bench:
     found: Any = [float("inf"), float("inf"), "not measured"]
     with contextlib.suppress(OSError, ValueError, KeyError):
         found = json.loads((RUN.scratch / "facts.json").read_text())["ceilings"]
     path = RUN.scratch / f"rows_{os.getpid()}.json"
     results = ResultFile(path, machine(RUN.device))
     only = "" if RUN.quick else only
-    return kind(name, RUN.device, RUN.quick, results, only, ceilings=Ceilings(*found))
+    return NotedBench(name, RUN.device, RUN.quick, results, only, ceilings=Ceilings(*found))
 
 
-def run_bench(name: str, only: str, kind: type[Bench] = NotedBench) -> Found:
-    """The bench of one op at one shape."""
+def run_bench(name: str, only: str, *, dry: bool = False) -> Found:
+    """The bench of one op at one shape; dry: compiles and judges, and times nothing: a later cell
+    finds what torch.compile made."""
     torch._dynamo.config.disable = RUN.quick
-    one = bench_of(name, only, kind)
+    one = bench_of(name, only)
+    if dry:
+        one.measure = lambda *_: None  # type: ignore[method-assign]
     importlib.import_module(homes()[name]).run(one)
     rows = list(one.results.rows.values())
     refused = [f"{r.variant}: {r.refused}" for r in rows if r.refused and "fastpar" in r.variant]
@@ -523,7 +522,7 @@ class Here:
         if RUN.device == "cuda":
             torch.cuda.empty_cache()
 
-    def __enter__(self) -> Here:
+    def __enter__(self) -> "Here":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -579,24 +578,14 @@ TIMED = [  # those with torch.compile beside them first
     ("philox", ""), ("grouped_linear", ""),
 ]  # fmt: skip
 COMPILING = [
-    Cell(f"compile {name}", partial(run_bench, name, only, DryBench), 60, on_cpu=False)
+    Cell(f"compile {name}", partial(run_bench, name, only, dry=True), 60, on_cpu=False)
     for name, only in TIMED[:4]
 ]
 CELLS["right"][2:2] = COMPILING  # behind facts and module
 CELLS["right"] += [
     Cell(f"time {name}", partial(run_bench, name, only), 30, alone=True) for name, only in TIMED
 ]
-GPU_TESTS = {
-    "graphs": ("optim/test_steps", "train/test_cuda_graphs"),
-    "engine": ("engine/test_engine", "comm/test_recorder", "engine/test_replicas"),
-    "hopper": ("ops/test_attention_hopper",),
-    "ops": ("ops/test_attention_peers", "ops/test_embedding"),
-    "memory": ("predict/test_memory_model", "predict/test_capacity"),
-}  # fmt: skip
-CELLS["right"] += [
-    Cell(f"tests of {name}", partial(run_tests, [f"tests/{file}.py" for file in files]), 90)
-    for name, files in GPU_TESTS.items()
-]
+CELLS["right"] += map(cell_of_tests, list(GPU_TESTS)[1:])
 ATTEND = """
 import torch; from fastpar.kernels import attention; from fastpar.kernels.choice import trying
 for what in ("hopper", "own"):
@@ -635,9 +624,8 @@ def compile_124m() -> None:
     Variant(Spec("stock", config, batch_size, device=RUN.device, compiled=compiled)).steps(1)
 
 
-@cell("fast", "124M, B=32", limit_s=100, alone=True, must=True)
-def headline() -> Found:
-    return in_turns("124M", 32, "eager", "torch.compile", "fastpar", rounds=4)
+ALL = partial(in_turns, "124M", 32, "eager", "torch.compile", "fastpar", rounds=4)
+CELLS["fast"].append(Cell("124M, B=32", ALL, 100, alone=True, must=True))
 
 
 def trainers(table: dict[str, Found], steps: int) -> Found:
@@ -680,13 +668,11 @@ def small_batches() -> Found:
     """The trainer with and without graphs; eager in a loop of its own."""
     graphs = (False, True) if RUN.device == "cuda" else (False,)
     at = [(B, how) for B in (4, 8) for how in graphs]
-    found = trainers(
-        {
-            f"B={B}{', graphs' * how}": {"batch_size": B, "micro_batch_size": B, "cuda_graphs": how}
-            for B, how in at
-        },
-        30,
-    )
+    table = {
+        f"B={B}{', graphs' * how}": {"batch_size": B, "micro_batch_size": B, "cuda_graphs": how}
+        for B, how in at
+    }
+    found = trainers(table, 30)
     lines = [line for B in (4, 8) for line in in_turns("124M", B, "eager", "fastpar")["lines"]]
     return {**found, "lines": [*found["shown"].split(", B"), *lines]}
 
@@ -705,9 +691,8 @@ def one_and_a_half_b() -> Found:
     return {"lines": lines, "shown": "; ".join(lines)}
 
 
-@cell("fast", "124M, best batch", limit_s=50, alone=True)
-def best_batch() -> Found:
-    return in_turns("124M", 64, "eager", "fastpar")
+BEST = partial(in_turns, "124M", 64, "eager", "fastpar")
+CELLS["fast"].append(Cell("124M, best batch", BEST, 50, alone=True))
 
 
 @cell("fast", "tune", limit_s=90, alone=True, on_cpu=False)

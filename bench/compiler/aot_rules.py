@@ -56,26 +56,18 @@ def spills(row: Row) -> str | None:
 
 def shared_memory(row: Row) -> str | None:
     limit = GPUS[row["arch"]].shared_per_cta
-    if row["shared_bytes"] > limit:
-        return f"{row['shared_bytes']} bytes, limit {limit}"
-    return None
-
-
-def resident(row: Row) -> str | None:
-    return None if row["ctas_per_sm"] else "no CTA fits on a multiprocessor"
+    return f"{row['shared_bytes']} bytes, limit {limit}" if row["shared_bytes"] > limit else None
 
 
 def grid(row: Row) -> str | None:
     limits = (2**31 - 1, 65535, 65535)
-    if any(size > limit for size, limit in zip(row["grid"], limits)):
-        return f"{row['grid']}, limit {limits}"
-    return None
+    beyond = any(size > limit for size, limit in zip(row["grid"], limits))
+    return f"{row['grid']}, limit {limits}" if beyond else None
 
 
 def atomics(row: Row) -> str | None:
-    if row["float_atomics"]:
-        return f"{row['float_atomics']} floating-point atomics: sums in no fixed order"
-    return None
+    n = row["float_atomics"]
+    return f"{n} floating-point atomics: sums in no fixed order" if n else None
 
 
 def tensor_cores(row: Row) -> str | None:
@@ -94,22 +86,19 @@ def eight_bits(row: Row) -> str | None:
 
 def products(row: Row) -> str | None:
     """What a product that runs on its own reads and sums up must stay as it is until it ends."""
-    if row["product_writes"]:
-        return f"{row['product_writes']} instructions write registers of a product in flight"
-    return None
+    n = row["product_writes"]
+    return f"{n} instructions write registers of a product in flight" if n else None
 
 
 def pipelined(row: Row) -> str | None:
     """ptxas gives up on a whole kernel whose registers it cannot keep from a product in flight."""
-    if row["warnings"]:
-        return f"ptxas waits for each product, and says {', '.join(row['warnings'])}"
-    return None
+    said = ", ".join(row["warnings"])
+    return f"ptxas waits for each product, and says {said}" if said else None
 
 
 def waits(row: Row) -> str | None:
-    if row["waits"] > row["groups"]:
-        return f"{row['waits']} waits for {row['groups']} groups of products"
-    return None
+    n, groups = row["waits"], row["groups"]
+    return f"{n} waits for {groups} groups of products" if n > groups else None
 
 
 def _mostly_narrow(row: Row, what: str) -> str | None:
@@ -117,16 +106,14 @@ def _mostly_narrow(row: Row, what: str) -> str | None:
     wide, narrow = row[f"wide_{what}_bytes"], row[f"narrow_{what}_bytes"]
     if row["kind"] == "matrix" or not row[f"tile_{what}s"] or narrow < max(wide, 1):
         return None
-    return (
-        f"{row[f'narrow_{what}s']} narrower ones ({narrow} bytes a thread) against "
-        f"{row[f'wide_{what}s']} of 16 bytes"
-    )
+    few = f"{row[f'narrow_{what}s']} narrower ones ({narrow} bytes a thread)"
+    return f"{few} against {row[f'wide_{what}s']} of 16 bytes"
 
 
 RULES: dict[str, Callable[[Row], str | None]] = {
     "spills": spills,
     "shared memory": shared_memory,
-    "resident": resident,
+    "resident": lambda row: None if row["ctas_per_sm"] else "no CTA fits on a multiprocessor",
     "grid": grid,
     "atomics": atomics,
     "tensor cores": tensor_cores,
@@ -186,10 +173,8 @@ def describe(broken: Iterable[Broken]) -> list[str]:
     lines = []
     for (module, kernel, call, types, rule), group in sorted(groups.items()):
         where = sorted({f"sm_{b.row['arch']} triton {b.row['triton']}" for b in group})
-        lines.append(
-            f"{module} {kernel} ({call}; {types}; {group[0].row['config']}): {rule}: "
-            f"{group[0].detail} [{', '.join(where)}]"
-        )
+        what = f"{module} {kernel} ({call}; {types}; {group[0].row['config']})"
+        lines.append(f"{what}: {rule}: {group[0].detail} [{', '.join(where)}]")
     return lines
 
 

@@ -4,8 +4,9 @@ A row is one launch on one architecture by one Triton version. Nothing in it dep
 that compiled it; counts of nothing are left out.
 """
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,11 @@ def _waits(row: Row) -> str:
 
 
 def _copies(row: Row) -> str:
-    used = [f"{row[k]} {name}" for k, name in (("ldgsts", "LDGSTS"), ("tma", "TMA")) if row.get(k)]
-    return ", ".join(used)
+    return ", ".join(f"{row[k]} {k.upper()}" for k in ("ldgsts", "tma") if row.get(k))
 
 
-def _both(wide: str, narrow: str, row: Row) -> str:
-    return f"{row.get(wide, 0)} + {row.get(narrow, 0)}"
+def _both(what: str) -> Callable[[Row], str]:
+    return lambda row: f"{row.get(f'wide_{what}', 0)} + {row.get(f'narrow_{what}', 0)}"
 
 
 def _mufu(row: Row) -> str:
@@ -80,8 +80,8 @@ CELLS = {
     "spills": _spills,
     "shared B": lambda row: str(row.get("shared_bytes", 0)),
     "CTA/SM": lambda row: str(row.get("ctas_per_sm", 0)),
-    "loads": lambda row: _both("wide_loads", "narrow_loads", row),
-    "stores": lambda row: _both("wide_stores", "narrow_stores", row),
+    "loads": _both("loads"),
+    "stores": _both("stores"),
     "tensor cores": _tensor,
     "waits": _waits,
     "async": _copies,
@@ -90,20 +90,14 @@ CELLS = {
 }
 
 
-def _calls(row: Row) -> str:
-    first, *others = row["calls"]
-    return f"{first} (+{len(others)})" if others else first
-
-
 def _line(versions: Sequence[Row]) -> list[str]:
     first = versions[0]
-    cells = [first["kernel"].strip("_"), _calls(first), first["types"], first["config"]]
-    cells.append(str(first["arch"]))
+    call, *others = first["calls"]
+    call += f" (+{len(others)})" * bool(others)
+    cells = [first["kernel"].strip("_"), call, first["types"], first["config"], str(first["arch"])]
     if any("error" in row for row in versions):
         return [*cells, "does not compile", *[""] * (len(CELLS) - 1)]
-    for cell in CELLS.values():
-        cells.append(" / ".join(dict.fromkeys(cell(row) for row in versions)))
-    return cells
+    return cells + [" / ".join(dict.fromkeys(map(cell, versions))) for cell in CELLS.values()]
 
 
 def write_page(folder: Path, name: str, title: str, *parts: str) -> None:
@@ -125,9 +119,8 @@ def sections(
     """A heading and a table for each part; then what is exempt from which rule and why."""
     text = []
     for part, lines in found.items():
-        text.append(f"## {part}\n")
-        text += [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines)]
-        text.append("")
+        table = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines)]
+        text += [f"## {part}\n", *table, ""]
     exempt = {
         f"* {whose.format(**row)}: {rule}: {why}"
         for row in rows
@@ -140,9 +133,9 @@ def markdown(rows: Sequence[Row]) -> str:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in sorted(rows, key=order):
         groups.setdefault(identity(row), []).append(row)
-    found: dict[str, list[list[str]]] = {name: [] for name in sorted({r["module"] for r in rows})}
+    found: dict[str, list[list[str]]] = {}
     for key, group in groups.items():
-        found[key[0]].append(_line(group))
+        found.setdefault(key[0], []).append(_line(group))
     head = ["kernel", "call", "types", "configuration", "sm", *CELLS]
     return sections(head, found, rows, "{module} {kernel}")
 
@@ -189,13 +182,13 @@ def differences(folder: Path, rows: Sequence[Row]) -> list[str]:
         stored = load(folder)["rows"]
     except ValueError as error:
         return [str(error)]
-    listed, current = ({identity(row): row for row in part} for part in (stored, rows))
+    listed, current = ({identity(row) for row in part} for part in (stored, rows))
     found = []
-    for keys, what in ((current.keys() - listed, "lacks"), (listed.keys() - current, "still has")):
-        for module in sorted({key[0] for key in keys}):
-            here = sorted(key for key in keys if key[0] == module)
+    for keys, what in ((current - listed, "lacks"), (listed - current, "still has")):
+        for module, some in itertools.groupby(sorted(keys), key=lambda key: key[0]):
+            first, *others = some
             found.append(
-                f"{module}: table: {what} {len(here)} launches, such as "
-                f"{' '.join(map(str, here[0][1:]))}; run `make aot` and commit it"
+                f"{module}: table: {what} {1 + len(others)} launches, such as "
+                f"{' '.join(map(str, first[1:]))}; run `make aot` and commit it"
             )
     return found

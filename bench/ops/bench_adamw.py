@@ -7,6 +7,7 @@ of norm, clip and step. GB/s count the bytes that the algorithm has to move, for
 its own; a peer that passes over memory more often shows fewer.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,12 +27,8 @@ from fastpar.testing import assert_matches_oracle
 
 TIME_LIMIT_S = {"cpu": 900, "cuda": 150}
 VALUES = Hyper(lr=6e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10)
-HYPER: dict[str, Any] = {
-    "lr": VALUES.lr,
-    "betas": (VALUES.beta1, VALUES.beta2),
-    "eps": VALUES.eps,
-    "weight_decay": VALUES.weight_decay,
-}
+HYPER: dict[str, Any] = {"lr": VALUES.lr, "eps": VALUES.eps, "weight_decay": VALUES.weight_decay}
+HYPER["betas"] = VALUES.beta1, VALUES.beta2
 TORCH: dict[str, dict[str, Any]] = {
     "torch loop": {"foreach": False},
     "torch foreach": {"foreach": True},
@@ -98,10 +95,8 @@ class State:
         self.exp_avgs, self.exp_avg_sqs = ([m for m, _ in pairs] for pairs in (first, second))
         self.scales: dict[str, Any] = {}
         if mode.moment == torch.uint8:
-            self.scales = {
-                "exp_avg_scale": [s for _, s in first],
-                "exp_avg_sq_scale": [s for _, s in second],
-            }
+            names = ("exp_avg_scale", "exp_avg_sq_scale")
+            self.scales = {n: [s for _, s in pairs] for n, pairs in zip(names, (first, second))}
 
     def step(self, **gates: Tensor) -> None:
         lists = self.params, self.grads, self.exp_avgs, self.exp_avg_sqs
@@ -138,14 +133,9 @@ def leaves(shapes: Sequence[torch.Size], device: str) -> list[Tensor]:
 
 
 def optimizer_calls(
-    make_optimizer: Callable[[list[Tensor]], Any],
-    shapes: Sequence[torch.Size],
-    device: str,
-    *,
-    casts: bool = False,
-    clip: bool = False,
-    compiled: bool = False,
-) -> Callable[[], list[Call]]:
+    make_optimizer: Callable[[list[Tensor]], Any], shapes: Sequence[torch.Size], device: str, *,
+    casts: bool = False, clip: bool = False, compiled: bool = False,
+) -> Callable[[], list[Call]]:  # fmt: skip
     """An optimizer on fp32 parameters; casts: bf16 gradients to them, bf16 parameters from them."""
 
     def make() -> list[Call]:
@@ -200,19 +190,16 @@ def check(variant: str, mode: Mode, device: str) -> None:
     exact = [[t.double() for t in some] for some in wide_tensors(state)]
     adamw_step_ref(*exact, **VALUES._asdict())
     state.step()
-    narrow = mode.param != WIDE and mode.master is None
-    eps = [torch.finfo(NARROW if narrow else WIDE).eps, 0.0, *[moment_eps(mode)] * 2]
+    narrow, eight_bit = mode.param != WIDE and mode.master is None, mode.moment == torch.uint8
+    # Of 8 bits the widest gap between levels, (k / 127)^2 or (k / 255)^4, below the largest.
+    of_moments = 0.016 if eight_bit else 4 * torch.finfo(mode.moment).eps
+    eps = [torch.finfo(NARROW if narrow else WIDE).eps, 0.0, of_moments, of_moments]
     names = ("parameter", "gradient", "exp_avg", "exp_avg_sq")
     for name, got, wanted, e in zip(names, wide_tensors(state), exact, eps):
-        near(got, wanted, e, name, of_largest=mode.moment == torch.uint8 and "exp" in name)
+        near(got, wanted, e, name, of_largest=eight_bit and "exp" in name)
     if mode.master == WIDE and mode.param != WIDE:
         for p, master in zip(state.params, state.masters or ()):
             assert torch.equal(p, adamw.round_to_bf16(master)), "parameter: not the rounded master"
-
-
-def moment_eps(mode: Mode) -> float:
-    """Of 8 bits the widest gap between levels, (k / 127)^2 or (k / 255)^4, below the largest."""
-    return 0.016 if mode.moment == torch.uint8 else 4 * torch.finfo(mode.moment).eps
 
 
 def near(
@@ -237,14 +224,11 @@ def wide_tensors(state: State) -> list[list[Tensor]]:
         params = [adamw.master_join(*pair) for pair in zip(state.params, state.masters or ())]
     moments = []
     for name, found in (("exp_avg", state.exp_avgs), ("exp_avg_sq", state.exp_avg_sqs)):
-        scales = state.scales.get(f"{name}_scale", [None] * len(found))
-        signed = name == "exp_avg"
-        moments.append(
-            [
-                m.float().clone() if s is None else decode_moment(m, s, signed=signed)
-                for m, s in zip(found, scales)
-            ]
-        )
+        scales = state.scales.get(f"{name}_scale")
+        wide = [m.float().clone() for m in found]
+        for i, scale in enumerate(scales or ()):
+            wide[i] = decode_moment(found[i], scale, signed=name == "exp_avg")
+        moments.append(wide)
     return [params, [g.float().clone() for g in state.grads], *moments]
 
 
@@ -270,43 +254,31 @@ def check_optimizer(device: str) -> None:
 
 
 def make_case(
-    title: str,
-    mode: Mode | dict[str, Mode],
-    device: str,
-    shapes: Sequence[torch.Size],
-    baseline: str = "torch fused",
-    reads: float = 0.0,
-) -> Case:
+    title: str, mode: Mode | dict[str, Mode], device: str, shapes: Sequence[torch.Size],
+    baseline: str = "torch fused", reads: float = 0.0,
+) -> Case:  # fmt: skip
     """reads: further bytes of each element, as the norm reads the gradient once more."""
     modes = mode if isinstance(mode, dict) else {"fastpar": mode}
     numel = sum(s.numel() for s in shapes)
     moved = {name: numel * (m.bytes_per_element() + reads) for name, m in modes.items()}
     return Case(
-        title,
-        lambda generator, small: (),
-        {},
-        None,
-        modes["fastpar"].param,
-        bytes_moved={"step": moved["fastpar"]},
-        own_bytes=moved,
+        title, lambda generator, small: (), {}, None, modes["fastpar"].param, baseline=baseline,
+        bytes_moved={"step": moved["fastpar"]}, own_bytes=moved,
         check=lambda variant: check(variant, modes.get(variant, modes["fastpar"]), device),
-        baseline=baseline,
-    )
+    )  # fmt: skip
 
 
 def fp32_case(bench: Bench, numel: int) -> None:
     shapes, device = [torch.Size([numel])], bench.device
-    makers = {
-        name: optimizer_calls(torch_adamw(**kind), shapes, device) for name, kind in TORCH.items()
-    }
-    makers["torch.compile"] = optimizer_calls(
-        torch_adamw(foreach=True, capturable=device == "cuda"), shapes, device, compiled=True
-    )
+    calls = functools.partial(optimizer_calls, shapes=shapes, device=device)
+    makers = {name: calls(torch_adamw(**kind)) for name, kind in TORCH.items()}
+    graph = torch_adamw(foreach=True, capturable=device == "cuda")
+    makers["torch.compile"] = calls(graph, compiled=True)
     makers |= peer_calls(shapes, device)
     if numel > ROOMY[device]:
         makers = {"torch fused": makers["torch fused"]}
     makers["fastpar"] = fastpar_calls(shapes, device, FP32, flat=True)
-    makers["fastpar AdamW"] = optimizer_calls(lambda p: AdamW(p, **HYPER), shapes, device)
+    makers["fastpar AdamW"] = calls(lambda p: AdamW(p, **HYPER))
     title = f"adamw fp32 {short(numel)}"
     run_case(bench, make_case(title, FP32, device, shapes), makers)
 
@@ -329,16 +301,13 @@ def clip_case(bench: Bench, title: str, shapes: Sequence[torch.Size], mode: Mode
     """Norm, clip and step."""
     device, casts = bench.device, mode.param != WIDE
     base = "clip_grad_norm_ + torch fused" + " + casts" * casts
-    how: dict[str, Any] = {"casts": casts, "clip": True}
-    makers = {base: optimizer_calls(torch_adamw(fused=True), shapes, device, **how)}
+    calls = functools.partial(optimizer_calls, shapes=shapes, device=device)
+    makers = {base: calls(torch_adamw(fused=True), casts=casts, clip=True)}
     makers["fastpar"] = fastpar_calls(shapes, device, mode, flat=len(shapes) == 1, clip=True)
     if not casts:
-        makers["clip_grad_norm_ + torch foreach"] = optimizer_calls(
-            torch_adamw(foreach=True), shapes, device, clip=True
-        )
-        makers["fastpar AdamW"] = optimizer_calls(
-            lambda p: AdamW(p, **HYPER, max_grad_norm=MAX_NORM), shapes, device
-        )
+        foreach = calls(torch_adamw(foreach=True), clip=True)
+        makers["clip_grad_norm_ + torch foreach"] = foreach
+        makers["fastpar AdamW"] = calls(lambda p: AdamW(p, **HYPER, max_grad_norm=MAX_NORM))
     title = f"norm + clip + adamw {title}"
     case = make_case(title, mode, device, shapes, base, reads=mode.param.itemsize)
     run_case(bench, case, makers)
@@ -362,18 +331,13 @@ def run_case(bench: Bench, case: Case, makers: dict[str, Callable[[], list[Call]
 def run(bench: Bench) -> None:
     gpt2 = stock.gpt2_shapes(bench.quick)
     title = f"GPT-2, {short(sum(s.numel() for s in gpt2))} in {len(gpt2)} tensors"
-    if bench.quick:
-        sizes: tuple[int, ...] = (10_000,)
-    elif bench.device == "cuda":
-        sizes = (124_000_000, 1_500_000_000, 1_000_000)
-    else:
-        sizes = (50_000_000, 1_000_000, 200_000_000)
-    for numel in sizes:
-        if bench.device == "cuda":
-            flat = [torch.Size([numel])]
-            clip_case(bench, f"bf16 {short(numel)}", flat, MASTER)
+    of_gpu = bench.device == "cuda"
+    millions = (124, 1500, 1) if of_gpu else (50, 1, 200)
+    for numel in (10_000,) if bench.quick else (n * 1_000_000 for n in millions):
+        if of_gpu:
+            clip_case(bench, f"bf16 {short(numel)}", [torch.Size([numel])], MASTER)
         storage_case(bench, numel)
-        if bench.device == "cpu" or numel <= ROOMY[bench.device]:
+        if not of_gpu or numel <= ROOMY[bench.device]:
             fp32_case(bench, numel)
     for mode, what in ((FP32, "fp32"), (MASTER, "bf16")):
         clip_case(bench, f"{what} {title}", gpt2, mode)

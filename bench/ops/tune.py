@@ -44,12 +44,9 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Entry:
-    """One place of the list.
-
+    """One place of the list. direction: which time counts, 0 forward, 1 backward; None: both.
     gain_ms: expected of a step of GPT-2 124M with 32 x 1024 tokens on an H200, from a count of
-        instructions and bytes; it orders the list and decides nothing else.
-    direction: which time counts, 0 forward, 1 backward; None: both.
-    """
+    instructions and bytes; it orders the list and decides nothing else."""
 
     case: Case
     gain_ms: float
@@ -118,11 +115,7 @@ def forced(entry: Entry, config: Any) -> Iterator[None]:
 
 
 def choose(listed: Sequence[Entry], only: Sequence[str], alternative: str) -> list[Entry]:
-    """The places that are asked for.
-
-    Raises:
-        ValueError: there are none, or none has a config of this name.
-    """
+    """The requested places; ValueError: there are none, or none has a config of this name."""
     found = [e for e in listed if not only or any(text in e.name for text in only)]
     if not found:
         raise ValueError(
@@ -219,14 +212,9 @@ class Session:
 
 
 def run(
-    listed: Sequence[Entry],
-    session: Session,
-    *,
-    minutes: float,
-    alternative: str = "",
-    rows: int = 0,
-    checked_rows: int = CHECKED_ROWS,
-) -> None:
+    listed: Sequence[Entry], session: Session, *, minutes: float, alternative: str = "",
+    rows: int = 0, checked_rows: int = CHECKED_ROWS,
+) -> None:  # fmt: skip
     """Works through a list, longest expected gain first; a place that fails fails alone."""
     deadline = time.monotonic() + 60 * minutes
     for entry in sorted(listed, key=lambda entry: -entry.gain_ms):

@@ -93,11 +93,8 @@ VARIANTS: dict[str, Variant] = {
 def build(
     title: str, config: GPTConfig, settings: Settings | None = None, *, stock: bool = False
 ) -> Contender:
-    """The contender of that row, on this rank. Ranks: all, with the same arguments.
-
-    Args:
-        stock: fastpar trains stock.py's model too.
-    """
+    """The contender of that row, on this rank. Ranks: all, with the same arguments. stock: fastpar
+    trains stock.py's model too."""
     settings = settings or Settings()
     for others in (pipeline, tensor_parallel):
         if title in others.WAYS:
@@ -117,12 +114,9 @@ def build(
         optimizer = fastpar.AdamW(model.parameters(), **settings.adamw)
         fastpar.Outer(optimizer, **variant.outer)
         return Contender(title, model, optimizer, settings)
-    settings = replace(
-        settings,
-        parallel=settings.parallel.change(**variant.parallel),
-        micro_rows=variant.micro_rows,
-        deepspeed=variant.deepspeed,
-    )
+    parallel = settings.parallel.change(**variant.parallel)
+    how: Any = {"micro_rows": variant.micro_rows, "deepspeed": variant.deepspeed}
+    settings = replace(settings, parallel=parallel, **how)
     made = strategies.build(NAMES.get(variant.of, variant.of), make, settings)
     if variant.hook:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

@@ -79,9 +79,8 @@ class _Torch(_Pipeline):
         ends = [0, *accumulate(cut(part_flops(config), size))]
         model = Stage(stock_model(config), range(ends[rank], ends[rank + 1]))
         super().__init__(name, model, adamw_of(model, settings), settings)
-        self.ends, _ = dist.new_subgroups_by_enumeration(
-            [[0, size - 1], *([r] for r in range(1, size - 1))]
-        )
+        groups = [[0, size - 1], *([r] for r in range(1, size - 1))]
+        self.ends, _ = dist.new_subgroups_by_enumeration(groups)
         stage = PipelineStage(model, rank, size, torch.device(settings.device))
         many = settings.parallel.grad_accum_steps or 1
         self.schedule = Schedule1F1B(stage, many, loss_fn=loss_of)
@@ -137,18 +136,14 @@ class _DeepSpeed(_Pipeline):
         with torch.no_grad():
             for own, p in net.named_parameters():
                 p.copy_(start[self.stock_name(own)])
-        options = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": settings.parallel.grad_accum_steps,
-            "zero_allow_untested_optimizer": True,
-            "gradient_clipping": 0.0,  # its default is 1.0
-            "steps_per_print": 10**9,
-        }
+        options: Any = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9}
+        options["gradient_accumulation_steps"] = settings.parallel.grad_accum_steps
+        options["zero_allow_untested_optimizer"] = True
+        options["gradient_clipping"] = 0.0  # its default is 1.0
+        how = {"model": net, "optimizer": adamw_of(net, settings), "config": options}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            engine, *_ = deepspeed.initialize(
-                model=net, optimizer=adamw_of(net, settings), config=options
-            )
+            engine, *_ = deepspeed.initialize(**how)
         super().__init__(name, engine, None, settings)
 
     def stock_name(self, own: str) -> str:

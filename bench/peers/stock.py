@@ -4,8 +4,6 @@ Parameter names are those of fastpar.models.gpt.GPT, so that the same weights lo
 Shape legend: B batch, T time, C n_embd, H heads, D head dim, F 4*C, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -90,7 +88,7 @@ class GPT(nn.Module):
         logits = F.linear(self.ln_f(x), self.wte.weight)  # [B, T, V]
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def load_fastpar(self, state: dict[str, Tensor]) -> GPT:
+    def load_fastpar(self, state: dict[str, Tensor]) -> "GPT":
         """Takes the weights of a fastpar.GPT of the same config, without its padding rows."""
         state = dict(state)
         state["wte.weight"] = state["wte.weight"][: self.config.vocab_size]

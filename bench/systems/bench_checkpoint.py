@@ -10,10 +10,9 @@ fastpar hashes every byte that it saves, and compares it when it loads (XXH3); t
     step during a save   of training, while the asynchronous save is written; and undisturbed
     load, load from disk
 
-What a contender wrote before is removed first.
-
-GB/s count the checkpoint's tensors once, whoever reads them. peak_bytes is a rank's most resident
-memory beyond that before: of a save without the host copy, which the first row has.
+What a contender wrote before is removed first. GB/s count the checkpoint's tensors once, whoever
+reads them. peak_bytes is a rank's most resident memory beyond that before: of a save without the
+host copy, which the first row has.
 
 torch's own train plain PyTorch's model with torch's AdamW (one process, DDP, FSDP2), fastpar its
 GPT with its AdamW: the same tensors, but for 47 rows of padding in memory that no file has.
@@ -90,6 +89,7 @@ class Rank(steps.Rank):
         # Of DCP's thread: in the default group its messages would meet those of the training.
         self.apart = dist.new_group() if trial.ranks > 1 and not own else None
         self.folder, self.rank = Path(trial.folder), int(os.environ.get("RANK", "0"))
+        self.sharded = trial.title == "FSDP2"
         self.saver: Any = None
         self.running: Any = None
 
@@ -216,15 +216,11 @@ class Rank(steps.Rank):
         found = {f"{name}_state_dict": value for name, value in state.items()}
         set_state_dict(self.made.model, self.made.optimizer, **found)
 
-    @property
-    def _sharded(self) -> bool:
-        return self.trial.title == "FSDP2"
-
     def _file(self) -> Path:
-        return self.folder / f"torch-{self.rank if self._sharded else 0}.pt"
+        return self.folder / f"torch-{self.rank if self.sharded else 0}.pt"
 
     def _torch_save(self, *, flushed: bool) -> None:
-        if self.rank == 0 or self._sharded:
+        if self.rank == 0 or self.sharded:
             both = {"model": self.made.model, "optimizer": self.made.optimizer}
             state = {name: each.state_dict() for name, each in both.items()}
             with open(self._file(), "wb") as file:
@@ -236,7 +232,7 @@ class Rank(steps.Rank):
 
     def _torch_load(self) -> None:
         state = torch.load(self._file())
-        if self._sharded:
+        if self.sharded:
             with torch.no_grad():
                 for name, x in self.made.model.state_dict().items():
                     _local(x).copy_(state["model"][name])
@@ -344,12 +340,10 @@ def rows_of(bench: Bench, case: str, of: Case, found: Samples, nbytes: int) -> l
     """A row for each direction and variant; speed-ups are over torch's own of the same bytes."""
     base = {"save": FLUSHED, **dict.fromkeys((LOAD, COLD), "torch.load")}
     base |= {PAUSE: WHOLE, STEP: UNDISTURBED}
-    rows = []
+    rows, how = [], {"threads": of.threads, "ranks": of.world_size, "stage": of.stage}
     for (direction, variant), ms in found.ms.items():
-        notes = {"ranks": of.world_size, "stage": of.stage}
         against = base.get(direction, "")
         both = against, found.ms.get((direction, against), ())
-        how: dict[str, Any] = {"threads": of.threads, **notes}
         row = bench.timed_row(case, direction, variant, ms, both, **how)
         row.peak_bytes = found.peak.get((direction, variant))
         if direction != STEP:
@@ -371,10 +365,7 @@ def run(bench: Bench) -> None:
         if bench.only not in case.title:
             continue
         SCRATCH.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(dir=SCRATCH)
-        try:
+        with tempfile.TemporaryDirectory(dir=SCRATCH, ignore_cleanup_errors=True) as folder:
             found = measure(case, config, 1 if bench.quick else ROUNDS, folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         nbytes = 3 * 4 * sum(shape.numel() for shape in shapes_of(config))
         bench.add(*rows_of(bench, f"{size}, {case.title}", case, found, nbytes))

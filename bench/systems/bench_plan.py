@@ -28,11 +28,8 @@ TIME_LIMIT_S = {"cpu": 1200, "cuda": 500}
 WARM_UP, FEWEST, MOST, TURNS = 2, 4, 20, 3  # steps, and turns of a layout
 RATES_S, STEPS_S = 60.0, 4.0  # of measuring the rates of all layouts, of the steps of one
 S = GPTConfig(4, 4, 256, 128, 1024, dropout=0.0)
-EVERY = (
-    GPTConfig(4, 4, 128, 64, 512, dropout=0.0),
-    S,
-    GPTConfig(6, 6, 384, 128, 2048, dropout=0.0),
-)
+SMALLER = GPTConfig(4, 4, 128, 64, 512, dropout=0.0)
+EVERY = (SMALLER, S, GPTConfig(6, 6, 384, 128, 2048, dropout=0.0))
 # Ranks, sizes, tp, stage, checkpointing, micro-batch, accumulation.
 CPU_GRID: tuple[tuple[int, Sequence[GPTConfig], int, int, str, int, int], ...] = (
     (1, EVERY, 1, 0, "none", 2, 1),
@@ -60,15 +57,9 @@ def cell_of(shape: GPTConfig, device: str, layout: Sequence[Any]) -> Cell:
     """A workload with the batch that its setup makes of it."""
     ranks, tp, stage, mode, micro, accum = layout
     cpu: Any = {"dtype": "fp32", "device_type": "cpu", "transport": "shm"}
-    setup = Setup(
-        world_size=ranks,
-        tp=tp,
-        zero_stage=stage,
-        micro_batch_size=micro,
-        grad_accum_steps=accum,
-        activation_checkpointing=mode,
-        **(cpu if device == "cpu" else {}),
-    )
+    made: Any = {"micro_batch_size": micro, "grad_accum_steps": accum, "zero_stage": stage}
+    made |= {"activation_checkpointing": mode, **(cpu if device == "cpu" else {})}
+    setup = Setup(world_size=ranks, tp=tp, **made)
     return Workload(shape, setup.dp * micro * accum), setup
 
 
@@ -115,16 +106,12 @@ def measure(bench: Bench, pool: Ranks, cell: Cell, rates_s: float) -> Row:
         predicted.append(predict_step(*cell, rates).step_s)
         spreads.append(rates.about["spread"])
         busy = busy or rates.about["busy"]
-    dtype = torch.float32 if bench.device == "cpu" else torch.bfloat16
-    notes = {
-        "ranks": cell[1].world_size,
-        "predicted_ms": 1e3 * statistics.median_low(predicted),
-        "predicted_bytes": predict_memory(*cell).total,
-        "spread": statistics.median(spreads),
-        "busy": busy,
-    }
+    how: dict[str, Any] = {"ranks": cell[1].world_size, "threads": pool.threads}
+    how["dtype"] = torch.float32 if bench.device == "cpu" else torch.bfloat16
+    how["predicted_ms"] = 1e3 * statistics.median_low(predicted)
+    how["predicted_bytes"] = predict_memory(*cell).total
+    how |= {"spread": statistics.median(spreads), "busy": busy}
     ms = [1e3 * s for s in times]
-    how: dict[str, Any] = {"dtype": dtype, "threads": pool.threads, **notes}
     row = bench.timed_row(title_of(*cell), "step", "fastpar", ms, **how)
     row.peak_bytes = peak
     return row

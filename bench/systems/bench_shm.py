@@ -29,11 +29,6 @@ VARIANTS = ("gloo", "gloo all-to-all", "fastpar", "fastpar copied")
 SMALL = 10_007  # elements of a rank's part in the gate
 
 
-def counted_bytes(op: str, world_size: int, numel: int) -> float:
-    whole = 4.0 * numel
-    return 2 * world_size * whole if op == "all_reduce" else world_size * whole + whole
-
-
 def call_of(op: str, by: Collectives | None, whole: Tensor, part: Tensor) -> Call:
     """The collective on these tensors; by None: torch.distributed's."""
     new = hasattr(dist, "reduce_scatter_single")  # torch >= 2.13
@@ -152,11 +147,11 @@ def rows_of(bench: Bench, op: str, world_size: int, numel: int, ranks: list[Any]
     for variant in sorted(ranks[0], key=VARIANTS.index):
         why = None if variant in ms else ranks[0][variant]
         base = "gloo", ms.get("gloo", ())
-        row = bench.timed_row(
-            case, "call", variant, ms.get(variant, ()), base, refused=why, ranks=world_size
-        )
+        how: dict[str, Any] = {"refused": why, "ranks": world_size}
+        row = bench.timed_row(case, "call", variant, ms.get(variant, ()), base, **how)
         if row.median_ms is not None:
-            bench.rate(row, counted_bytes(op, world_size, numel), None)
+            times = 2 * world_size if op == "all_reduce" else world_size + 1
+            bench.rate(row, times * 4.0 * numel, None)
         rows.append(row)
     return rows
 
@@ -172,7 +167,6 @@ def run(bench: Bench) -> None:
             numel = size * 250_000  # a million bytes in fp32
             for op in OPS:
                 if bench.only in f"{op} {size} MB, {world_size} ranks":
-                    ranks = run_ranks(
-                        measure, world_size, op, numel, rounds, 60.0, backend="gloo", timeout_s=120
-                    )
+                    call: Any = measure, world_size, op, numel, rounds, 60.0
+                    ranks = run_ranks(*call, backend="gloo", timeout_s=120)
                     bench.add(*rows_of(bench, op, world_size, numel, ranks))

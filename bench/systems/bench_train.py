@@ -107,11 +107,9 @@ class Variant:
             optimizer = adamw_of(plain, Settings(lr=spec.lr, **how))
             if spec.ranks > 1:
                 torch.distributed.init_process_group("nccl" if spec.device == "cuda" else "gloo")
-                plain = nn.parallel.DistributedDataParallel(
-                    plain, bucket_cap_mb=25, gradient_as_bucket_view=True
-                )
+                buckets: Any = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True}
+                plain = nn.parallel.DistributedDataParallel(plain, **buckets)
             return plain, optimizer
-
         on_gpu = spec.device == "cuda"
         model.to(spec.device, torch.bfloat16 if spec.half else torch.float32)
         mesh = Mesh(device=None if on_gpu else "cpu")
@@ -151,8 +149,11 @@ class Variant:
         return {"ms": times, "losses": losses, "reports": reports}
 
     def _step(self, index: int, x: Tensor, y: Tensor) -> Tensor:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._lr(index)
+        if self.spec.schedule is not None:
+            warmup, steps, last = self.spec.schedule
+            how: Any = {"min_lr": last, "warmup_steps": warmup, "max_steps": steps}
+            for group in self.optimizer.param_groups:
+                group["lr"] = cosine_lr(index, lr=self.spec.lr, **how)
         loss = self._loss(x, y)
         loss.backward()
         if self.spec.kind == "stock":
@@ -167,12 +168,6 @@ class Variant:
                 return self.model(x, y)
         return self.model(x, y)
 
-    def _lr(self, index: int) -> float:
-        if self.spec.schedule is None:
-            return self.spec.lr
-        warmup, steps, last = self.spec.schedule
-        return cosine_lr(index, lr=self.spec.lr, min_lr=last, warmup_steps=warmup, max_steps=steps)
-
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This rank's rows of the step's batch; the same batch for every variant."""
         spec = self.spec
@@ -180,10 +175,9 @@ class Variant:
             x, y = batch(spec.config, step, self.rank, spec.ranks, spec.rows)
             return x.to(spec.device), y.to(spec.device)
         n = spec.rows // spec.ranks
-        at: dict[str, int] = {"first_sample": step * spec.rows + self.rank * n, "n_samples": n}
+        at: Any = {"first_sample": step * spec.rows + self.rank * n, "n_samples": n, "seed": 1337}
         length = spec.config.block_size
-        x, y = sample_batch(self.data.train, seed=1337, block_size=length, device=spec.device, **at)
-        return x, y
+        return sample_batch(self.data.train, block_size=length, device=spec.device, **at)
 
     def _report(self) -> dict[str, float]:
         if self.spec.kind == "stock" or self.spec.ranks == 1:
@@ -195,15 +189,10 @@ class Variant:
     def val_loss(self) -> float:
         """Mean loss over 64 batches from the start of the validation text."""
         assert self.data is not None
-        batches = eval_batches(
-            self.data.val,
-            batch_size=self.spec.rows,
-            block_size=self.spec.config.block_size,
-            n_batches=64,
-            device=self.spec.device,
-        )
-        losses = [self._loss(x, y).item() * len(x) for x, y in batches]
-        return sum(losses) / (64 * self.spec.rows)
+        rows, length = self.spec.rows, self.spec.config.block_size
+        how: Any = {"batch_size": rows, "block_size": length, "n_batches": 64}
+        batches = eval_batches(self.data.val, device=self.spec.device, **how)
+        return sum(self._loss(x, y).item() * len(x) for x, y in batches) / (64 * rows)
 
     def reset_peak(self) -> None:
         if self.spec.device == "cuda":
@@ -261,14 +250,9 @@ def load_text() -> Any:
 
 
 def take_turns(
-    specs: Mapping[str, Spec],
-    *,
-    rounds: int,
-    steps: int,
-    warmup: int,
-    val: bool = False,
+    specs: Mapping[str, Spec], *, rounds: int, steps: int, warmup: int, val: bool = False,
     begin: Callable[[Spec], Any] = lambda spec: start(spec, Variant),
-) -> dict[str, Log]:
+) -> dict[str, Log]:  # fmt: skip
     """Every variant runs `steps` steps in each of `rounds` rounds; a failure stops only its own."""
     with Turns(begin, timeout_s=900.0) as turns:
         logs = turns.logs
@@ -308,11 +292,10 @@ def to_rows(
     bench: Bench, case: str, specs: Mapping[str, Spec], logs: Mapping[str, Log], baseline: str
 ) -> list[Row]:
     """A row for each variant, compared with the baseline of the same run."""
-    rows = []
-    base = logs[baseline]
+    rows, base = [], logs[baseline]
+    base_ms = base.ms if base.refused is None else []
     for name, log in logs.items():
         spec = specs[name]
-        base_ms = base.ms if base.refused is None else []
         row = row_of(bench, case, spec, log, baseline, base_ms, name=name)
         row.dtype = "bfloat16" if spec.half else "float32"
         row.notes["batch_size"] = spec.rows
@@ -388,27 +371,15 @@ def run_char(bench: Bench) -> None:
     data = load_text()
     total, width = (4, 2) if bench.quick else (CHAR_STEPS, CHAR_SLICE)
     config = GPTConfig(4, 4, 128, 64, data.vocab_size, dropout=0.0)
-    stock = Spec(
-        "stock",
-        config,
-        CHAR_BATCH,
-        device=bench.device,
-        threads=torch.get_num_threads(),
-        text=True,
-        lr=1e-3,
-        schedule=(100, CHAR_STEPS, 1e-4),
-    )
-    ours = replace(stock, kind="fastpar", keep_memory=True)
-    specs = {"eager": stock, "fastpar": ours}
+    how: Any = {"lr": 1e-3, "schedule": (100, CHAR_STEPS, 1e-4), "text": True}
+    how |= {"device": bench.device, "threads": torch.get_num_threads()}
+    stock = Spec("stock", config, CHAR_BATCH, **how)
+    specs = {"eager": stock, "fastpar": replace(stock, kind="fastpar", keep_memory=True)}
     logs = take_turns(specs, rounds=total // width, steps=width, warmup=0, val=True)
     for log in logs.values():
-        log.notes |= {
-            "text": data.name,
-            "characters": data.vocab_size,
-            "steps": len(log.ms),
-            "total_s": sum(log.ms) / 1e3,
-            "losses_every_100": [round(loss, 4) for loss in log.losses[::100]],
-        }
+        log.notes |= {"text": data.name, "characters": data.vocab_size, "steps": len(log.ms)}
+        log.notes["total_s"] = sum(log.ms) / 1e3
+        log.notes["losses_every_100"] = [round(loss, 4) for loss in log.losses[::100]]
     title = f"char 4x128 T=64 B={CHAR_BATCH} {total} steps"
     bench.add(*to_rows(bench, title, specs, logs, "eager"))
 
@@ -429,11 +400,8 @@ def run_gpu(bench: Bench, name: str) -> None:
 
 def run(bench: Bench) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    jobs: dict[str, Callable[[], None]] = {
-        "6x384": lambda: run_cpu(bench, "6x384"),
-        "12x768": lambda: run_cpu(bench, "12x768"),
-        "char": lambda: run_char(bench),
-    }
+    jobs = {name: partial(run_cpu, bench, name) for name in ("6x384", "12x768")}
+    jobs["char"] = partial(run_char, bench)
     if bench.device == "cuda" or (bench.quick and bench.only in GPU_CASES):
         jobs = {name: partial(run_gpu, bench, name) for name in GPU_CASES}
     for name, job in jobs.items():

@@ -150,13 +150,8 @@ def planned(ranks: int) -> str:
 
 def page(found: dict[str, Any]) -> str:
     """README.md of the rows on a link and of the formulas."""
-    mb = [
-        "sent inside of layers, MB",
-        "sent, MB",
-        "messages",
-        "weights and moments, MB",
-        "peak, MB",
-    ]
+    mb = ["sent inside of layers, MB", "sent, MB", "messages"]
+    mb += ["weights and moments, MB", "peak, MB"]
     real, about = found["real"], found["machine"]
     fastest = min(row["ms"] for row in real["rows"].values())
     four = []

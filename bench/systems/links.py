@@ -12,8 +12,6 @@ when the process that started it ends, however that came about; a rank ends with
 Nothing outside of the two namespaces is touched.
 """
 
-from __future__ import annotations
-
 import itertools
 import pkgutil
 import shutil
@@ -38,10 +36,8 @@ class NoLinkError(RuntimeError):
 
 
 class Link:
-    """A veth pair between two namespaces, each end sending at most `mbit` Mbit/s.
-
-    Made as root, or in a user namespace where that is allowed. Of more ranks, each has such a pair
-    to a bridge.
+    """A veth pair between two namespaces, each end sending at most `mbit` Mbit/s; of more ranks,
+    each has such a pair to a bridge. Made as root, or in a user namespace where that is allowed.
 
     Raises:
         ValueError: a rate that is not positive.
@@ -58,7 +54,7 @@ class Link:
                 f"Link: expected the tools {', '.join(TOOLS)}, got no {', '.join(missing)}; "
                 "install iproute2 and util-linux"
             )
-        self._holders: list[subprocess.Popen] = []
+        self._holders: list[Any] = []
         refusals = []
         for in_user_namespace in (False, True):
             self._flags = ["-U", "--preserve-credentials"] if in_user_namespace else []
@@ -140,14 +136,12 @@ class Link:
     def close(self) -> None:
         """Let go of both namespaces; they vanish with the last process in them."""
         for holder in self._holders:
-            assert holder.stdin is not None
-            assert holder.stdout is not None
             holder.stdin.close()
             holder.stdout.close()
             holder.wait()
         self._holders.clear()
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> "Link":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -163,16 +157,9 @@ class Link:
 
 def _hold(command: Sequence[str]) -> subprocess.Popen:
     """Start a process that stays in new namespaces until its standard input ends."""
-    holder = subprocess.Popen(
-        [*command, "sh", "-c", "echo ready && exec cat"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert holder.stdin is not None
-    assert holder.stdout is not None
-    assert holder.stderr is not None
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    stays = [*command, "sh", "-c", "echo ready && exec cat"]
+    holder: Any = subprocess.Popen(stays, text=True, **pipes)
     if holder.stdout.readline() != "ready\n":
         words = " ".join(holder.stderr.read().split())
         holder.stdin.close()
@@ -193,14 +180,9 @@ class Ranks(comm.Ranks):
     """
 
     def __init__(
-        self,
-        link: Link | None,
-        target: str,
-        *args: Any,
-        ranks: int = 1,
-        threads: int = 1,
+        self, link: Link | None, target: str, *args: Any, ranks: int = 1, threads: int = 1,
         timeout_s: float = 300.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         place, port = None, next(_PORTS)
         if link is not None:
             ranks = link.ranks
@@ -212,11 +194,8 @@ class Ranks(comm.Ranks):
         self.call(_build, target, args, timeout_s=timeout_s)
 
     def ask(self, method: str, *args: Any, timeout_s: float = 600.0) -> list[Any]:
-        """The answers of all ranks, which run the method at the same time. One that fails ends all.
-
-        Raises:
-            RankFailed: a rank failed.
-        """
+        """The answers of all ranks, which run the method at the same time. One that fails ends all,
+        and is RankFailed here."""
         return self.call(_ask, method, args, timeout_s=timeout_s)
 
 

@@ -100,11 +100,6 @@ def name_of(ranks: int, changes: dict[str, Any]) -> str:
     return ", ".join([f"{ranks} ranks", *["experts"] * ("n_expert" in changes), *words])
 
 
-def reference_of(changes: dict[str, Any]) -> dict[str, Any]:
-    """The settings of its run of one process."""
-    return {n: v for n, v in changes.items() if n in ANOTHER_RUN}
-
-
 def _rank(settings: dict[str, Any]) -> int:
     config = TrainConfig().replace(settings)
     return Trainer(config, Mesh(device="cpu", **axes_of(config.mesh))).run()
@@ -117,9 +112,8 @@ def losses_of(layout: Layout, **more: Any) -> list[float]:
         out = Path(folder) / "run"
         settings = {**SETTINGS, **changes, **more, "out": str(out)}
         run_ranks(_rank, ranks, settings, timeout_s=600.0)
-        found = {
-            row["step"]: row["loss"] for row in read_metrics(out / "metrics.jsonl") if "loss" in row
-        }
+        rows = read_metrics(out / "metrics.jsonl")
+    found = {row["step"]: row["loss"] for row in rows if "loss" in row}
     return [float(found[step]) for step in AT]
 
 
@@ -143,11 +137,12 @@ def fastpar_rows(layouts: Sequence[Layout] = LAYOUTS) -> list[dict[str, Any]]:
     for ranks, changes in layouts:
         row: dict[str, Any] = {"layout": name_of(ranks, changes), "ranks": ranks}
         row["settings"] = {n: v for n, v in changes.items() if n not in EXPERTS}
+        of_one = {n: v for n, v in changes.items() if n in ANOTHER_RUN}
         for mode, deterministic in (("deterministic", True), ("default", False)):
-            key = json.dumps([reference_of(changes), deterministic])
+            key = json.dumps([of_one, deterministic])
             run = partial(losses_of, deterministic=deterministic)
             if key not in known:
-                known[key] = run((1, reference_of(changes)))
+                known[key] = run((1, of_one))
             _measure(row, mode, partial(run, (ranks, changes)), known[key])
         print(_line(row["layout"], row.get("deterministic"), row.get("default")), flush=True)
         rows.append(row)
@@ -181,8 +176,7 @@ def _peer_rank(title: str, dropout: float) -> list[float]:
     warnings.simplefilter("ignore")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     data = load_data("bible", "bytes", progress=False)
-    shape = {"n_layer": 4, "n_head": 4, "n_embd": 32, "block_size": LENGTH}
-    config = GPTConfig(**shape, vocab_size=256, dropout=dropout)
+    config = GPTConfig(4, 4, 32, LENGTH, 256, dropout=dropout)
     settings = Settings(lr=SETTINGS["lr"], eps=1e-8)
     if title in pipeline.WAYS:
         settings = replace(settings, parallel=Parallel(grad_accum_steps=BATCH))
@@ -193,9 +187,8 @@ def _peer_rank(title: str, dropout: float) -> list[float]:
     torch.manual_seed(1 + rank)  # of dropout, as nanoGPT seeds its ranks
     losses = []
     for step in range(AT[-1]):
-        x, y = sample_batch(
-            data.train, seed=1, first_sample=step * BATCH, n_samples=BATCH, block_size=LENGTH
-        )
+        at: Any = {"seed": 1, "first_sample": step * BATCH, "n_samples": BATCH}
+        x, y = sample_batch(data.train, block_size=LENGTH, **at)
         rows = BATCH // made.dp_size
         mine = slice(made.dp_rank * rows, (made.dp_rank + 1) * rows)
         loss = made.step(x[mine], y[mine]).double().reshape(())
@@ -297,23 +290,21 @@ def _wrong(row: dict[str, Any]) -> bool:
     return "refused" in row or difference(row["deterministic"]) > bound
 
 
-OWN = "fastpar, dropout 0.1, deterministic"
-
-
 def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
     from matplotlib import pyplot
 
-    whole = [row for row in own if not _split_products(row)]
-    split = [row for row in own if _split_products(row)]
-
     def of(rows: list[dict[str, Any]], mode: str) -> list[float]:
         return [difference(row[mode]) for row in rows if mode in row]
 
-    torchs = [row for row in others if not row["who"].startswith("DeepSpeed")]
-    deepspeeds = [row for row in others if row["who"].startswith("DeepSpeed")]
+    whole, split = ([r for r in own if _split_products(r) == is_so] for is_so in (False, True))
+    torchs, deepspeeds = (
+        [row for row in others if row["who"].startswith("DeepSpeed") == is_so]
+        for is_so in (False, True)
+    )
+    own_title = "fastpar, dropout 0.1, deterministic"
     groups = [
-        (f"{OWN}:\ndp, ZeRO, pp, ep, offload, Muon", of(whole, "deterministic")),
+        (f"{own_title}:\ndp, ZeRO, pp, ep, offload, Muon", of(whole, "deterministic")),
         ("the same with tp, grids or cp", of(split, "deterministic")),
         ("all of them, default mode", of(own, "default")),
         ("torch: DDP, FSDP2, DTensor, 1F1B,\nno dropout", of(torchs, "no dropout")),
@@ -342,11 +333,9 @@ def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -
     axes.invert_yaxis()
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.set_xlabel(
-        "distance of the loss to that of one process, at step 10 or 20; right: layouts", fontsize=9
-    )
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    what = "distance of the loss to that of one process, at step 10 or 20; right: layouts"
+    axes.set_xlabel(what, fontsize=9)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

@@ -12,8 +12,6 @@ a step is |w - exact| / |exact - start|, exact being one process in fp64. Where 
 is the same way on one rank. "Wrong" begins where rounding ends: 1e-3 in fp32, 0.05 in bf16.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings
@@ -66,7 +64,7 @@ class Way:
 
     name: str
     kind: str
-    wrap: Callable[[Way, nn.Module, int], Run]
+    wrap: Callable[["Way", nn.Module, int], Run]
     stage: int = 0
     dtype: torch.dtype = torch.float32
 
@@ -200,9 +198,8 @@ def _floats() -> tuple[Tensor]:
 def _some_targets() -> tuple[Tensor, Tensor]:
     """Rows of 1 to 8 targets; -100 is none."""
     x, y = _tokens()
-    for i in range(8):
-        y[i, i + 1 :] = -100
-    return x, y
+    none = torch.arange(8)[None, :] > torch.arange(8)[:, None]
+    return x, y.masked_fill(none, -100)
 
 
 def averaged(way: Way) -> Weights:
@@ -402,23 +399,21 @@ def rows(only: str = "", ways: str = "") -> list[dict[str, Any]]:
 
 
 def table(found: dict[str, Any]) -> str:
-    lines = [
-        "# One step on two ranks: wrong, refused or right",
-        "",
-        "Written by `python -m bench red_rows`, which has the programs. The error is that of the",
-        "step's update against one process in fp64 (dropout: against one rank; clipping: of the",
-        "norm; stages: between both copies of a table). An average of means over unequal targets",
-        "is wrong in every package, also in fastpar; its `count_tokens` corrects that, elsewhere",
-        "the loop has to.",
-        "",
-    ]
+    about = """# One step on two ranks: wrong, refused or right
+
+Written by `python -m bench red_rows`, which has the programs. The error is that of the
+step's update against one process in fp64 (dropout: against one rank; clipping: of the
+norm; stages: between both copies of a table). An average of means over unequal targets
+is wrong in every package, also in fastpar; its `count_tokens` corrects that, elsewhere
+the loop has to.
+"""
     cells = []
     for row in found["rows"]:
         figure = f"{row['error']:.1e}" if "error" in row else row["why"]
         verdict = row["verdict"] if row["verdict"] == "right" else f"**{row['verdict']}**"
         cells.append([row["program"], row["way"], verdict, figure, row["thread"]])
     head = ["program", "way", "verdict", "error", "reported in"]
-    return "\n".join([*lines, markdown(head, cells), "", f"{machine_line(found['machine'])}.", ""])
+    return f"{about}\n{markdown(head, cells)}\n\n{machine_line(found['machine'])}.\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

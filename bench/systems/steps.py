@@ -14,8 +14,6 @@ plain PyTorch, plus one rounding, and so may the first loss, with two roundings 
 over the ranks, may differ from those of the first contender by rounding only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -134,16 +132,14 @@ class Rank:
 
     def phases(self, count: int) -> dict[str, float]:
         """Median ms of forward, backward and optimizer; the first two steps are not counted."""
-        marks = []
+        optimizer, marks = self.made.optimizer, []
         for step in range(count + 2):
             x, y = self.batch(1000 + step)
             now = [time.perf_counter()]
             loss = self.made.model(x, y)
-            now.append(time.perf_counter())
-            loss.backward()
-            now.append(time.perf_counter())
-            self.made.optimizer.step()
-            self.made.optimizer.zero_grad()
+            for each in (loss.backward, lambda: (optimizer.step(), optimizer.zero_grad())):
+                now.append(time.perf_counter())
+                each()
             now.append(time.perf_counter())
             marks.append([1e3 * (b - a) for a, b in itertools.pairwise(now)])
         names = ("forward_ms", "backward_ms", "optimizer_ms")
@@ -287,7 +283,7 @@ class Turns:
         self.logs: dict[str, Log] = {}
         self.ranks: dict[str, Any] = {}
 
-    def __enter__(self) -> Turns:
+    def __enter__(self) -> "Turns":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -319,9 +315,8 @@ class Turns:
 
         def one(name: str) -> None:
             if self.link is not None and available_bytes() < MEMORY_BYTES:
-                raise RankFailed(
-                    0, f"not started: less than {MEMORY_BYTES >> 20} MiB of memory free"
-                )
+                least = f"{MEMORY_BYTES >> 20} MiB"
+                raise RankFailed(0, f"not started: less than {least} of memory free")
             self.ranks[name] = self.begin(trials[name])
             if getattr(trials[name], "gated", False):
                 self.logs[name].peak_bytes = max(self.ask(name, "peak_bytes"))
@@ -343,11 +338,7 @@ class Turns:
             self.logs[name].sent_bytes.append(sent / count)
 
     def run(
-        self,
-        rounds: int,
-        steps: int,
-        names: Sequence[str] | None = None,
-        warm: int = 0,
+        self, rounds: int, steps: int, names: Sequence[str] | None = None, warm: int = 0
     ) -> None:
         """Every contender's steps in each of the rounds."""
         for _ in range(rounds):
@@ -355,11 +346,9 @@ class Turns:
 
 
 def judge_losses(
-    logs: Mapping[str, Log],
-    base: str,
-    bound: Callable[[str], float] = lambda _: LOSS_BOUND,
+    logs: Mapping[str, Log], base: str, bound: Callable[[str], float] = lambda _: LOSS_BOUND,
     aside: Sequence[str] = (),
-) -> None:
+) -> None:  # fmt: skip
     """Refuses what did not compute the losses of base; see [Note: the gate of losses]."""
     for name, log in logs.items():
         if name in aside or log.refused is not None or base not in logs:
@@ -395,13 +384,9 @@ def row_of(
 
 
 def run_case(
-    bench: Bench,
-    case: str,
-    base: Trial,
-    groups: Sequence[Sequence[Trial]],
-    rounds: int,
+    bench: Bench, case: str, base: Trial, groups: Sequence[Sequence[Trial]], rounds: int,
     link: Link | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Groups of trials beside base, which stays; a group's rows are kept as soon as it is done, and
     base's own row is of the first group's turns.
 

@@ -88,8 +88,8 @@ def by_command(cell: Settings) -> Settings:
             command += [option(name) if value is True else f"{option(name)}={value}"]
         printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    loss = re.search(r"^validation loss ([\d.]+)", printed, re.MULTILINE)
-    bits = re.search(r"^bits per byte of text ([\d.]+)", printed, re.MULTILINE)
+    words = "validation loss", "bits per byte of text"
+    loss, bits = (re.search(rf"^{each} ([\d.]+)", printed, re.MULTILINE) for each in words)
     if loss is None or bits is None:
         raise RuntimeError(f"study: expected a last validation, got {printed[-500:]!r}")
     config = TrainConfig().replace(settings)
@@ -271,8 +271,8 @@ def muon_step(cell: Settings) -> Settings:
     found = run_ranks(time_rank, ranks, shape, stage, cell["rounds"], backend="gloo", timeout_s=600)
     slowest = [[max(each) for each in zip(*(times[i] for times in found))] for i in (0, 1)]
     sharded, repeated = map(statistics.median, slowest)
-    setup = Setup(world_size=ranks, zero_stage=stage, optimizer="muon", dtype="fp32",
-                  device_type="cpu", transport="shm")  # fmt: skip
+    on_cpu: Any = {"dtype": "fp32", "device_type": "cpu", "transport": "shm"}
+    setup = Setup(world_size=ranks, zero_stage=stage, optimizer="muon", **on_cpu)
     workload = Workload(GPTConfig(**shape, dropout=0.0), ranks)
     (homes,) = updates_of(workload.shape, buckets_of(workload, setup), setup)
     return {
@@ -288,34 +288,22 @@ def muon_step(cell: Settings) -> Settings:
 OF_MUON = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 32, "vocab_size": 4096}
 STEPS = {f"{n} ranks, stage {z}": {"ranks": n, "zero_stage": z} for n in (2, 4) for z in (0, 1)}
 _BYTES = {"steps": 2000, "validated": 512}
+_OF_MAIN_JOB = {**QUIET, "eval_batches": 1000}
 _OF_EXPERTS = {**QUIET, "eval_batches": 50, **LINEAR, "model": "micro"}
-_OF_STORAGE = {
-    **QUIET,
-    "eval_every": 50,
-    "eval_batches": 32,
-    "model": "micro",
-    "batch_size": 16,
-    "max_steps": 400,
-}
+_OF_STORAGE = {**QUIET, "eval_every": 50, "eval_batches": 32, "model": "micro"}
+_OF_STORAGE |= {"batch_size": 16, "max_steps": 400}
+_WIRES = {"ranks": 2, "shape": OF_WIRES, "rows": 16, **_BYTES}
+_FP8 = {"ranks": 1, "shape": OF_FP8, "rows": 4, **_BYTES}
+_MUONS = {"shape": OF_MUON, "rounds": 7}
 STUDIES = {
-    "main_job": Study(
-        "main_job", "recipe", RECIPES, by_command, {**QUIET, "eval_batches": 1000}, (1,)
-    ),
+    "main_job": Study("main_job", "recipe", RECIPES, by_command, _OF_MAIN_JOB, (1,)),
     "experts": Study("experts", "recipe", EXPERTS, by_command, _OF_EXPERTS),
     "storage": Study("storage", "recipe", STORAGE, by_command, _OF_STORAGE, (1, 2, 3, 4)),
     "wires": Study(
-        *("wires", "format", FORMATS, partial(in_threads, of_wires)),
-        {"ranks": 2, "shape": OF_WIRES, "rows": 16, **_BYTES},
-        steps="steps",
+        "wires", "format", FORMATS, partial(in_threads, of_wires), _WIRES, steps="steps"
     ),
-    "fp8": Study(
-        *("fp8", "products", PRODUCTS, partial(in_threads, of_fp8)),
-        {"ranks": 1, "shape": OF_FP8, "rows": 4, **_BYTES},
-        steps="steps",
-    ),
-    "muon": Study(
-        "muon", "step", STEPS, muon_step, {"shape": OF_MUON, "rounds": 7}, (1,), "rounds"
-    ),
+    "fp8": Study("fp8", "products", PRODUCTS, partial(in_threads, of_fp8), _FP8, steps="steps"),
+    "muon": Study("muon", "step", STEPS, muon_step, _MUONS, (1,), "rounds"),
 }
 
 
@@ -330,11 +318,6 @@ def cell_of(study: Study, name: str, seed: int, divisor: int, given: Settings) -
         return {study.word: cell[study.word], "seed": seed, "settings": settings}
     cell[study.steps] = max(1, cell[study.steps] // divisor)
     return cell | (settings if study.run is muon_step else {"seed": seed, "settings": settings})
-
-
-def known(path: Path) -> list[Settings]:
-    """The rows that there are."""
-    return [json.loads(r) for r in path.read_text().splitlines()] if path.exists() else []
 
 
 def _value(text: str) -> Any:
@@ -367,7 +350,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             cell = cell_of(study, name, seed, args.steps_divided_by, given)
         except ValueError as error:
             parser.error(str(error))
-        if any(cell.items() <= row.items() for row in known(path)):
+        known = path.read_text().splitlines() if path.exists() else []
+        if any(cell.items() <= json.loads(row).items() for row in known):
             continue
         row = {**cell, **study.run(cell), "machine": about, "commit": code, "dirty": dirty}
         with path.open("a", encoding="utf-8") as file:

@@ -18,13 +18,11 @@ and mean; RMSNorm has only rstd, [1, N].
 
 Tiles of the Triton kernels per GPU: layer_norm_configs.json is arch -> Config; see config_table.py.
 The bits of a result may differ between configs, by the order of sums.
-
-Source: Ba, Kiros, Hinton 2016, arXiv 1607.06450; Zhang, Sennrich 2019, arXiv 1910.07467.
 """
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -181,9 +179,8 @@ def layer_norm_bwd(
     dsum = torch.empty_like(x)
     dx = torch.empty_like(x) if key is not None else None
     like = torch.empty_like if x.numel() else torch.zeros_like
-    dweight = like(weight)
-    dbias = None if bias_dtype is None else like(weight, dtype=bias_dtype)
-    dx_bias = None if x_bias_dtype is None else like(weight, dtype=x_bias_dtype)
+    dtypes = weight.dtype, bias_dtype, x_bias_dtype
+    dweight, dbias, dx_bias = (None if d is None else like(weight, dtype=d) for d in dtypes)
     if x.numel():
         _C.layer_norm_bwd(
             dy, None if dtotal is None else dtotal.contiguous(), x, weight.contiguous(),
@@ -254,14 +251,10 @@ def _backward(ctx, dy, dtotal, *_):
         dy, None if ctx.plain else dtotal, rows, weight, stats, key, *ctx.mask, ctx.x_dtype,
         ctx.bias_dtype, ctx.x_bias_dtype, ctx.rms,
     )  # fmt: skip
-    return (
-        dx if key is not None or ctx.x_dtype != rows.dtype else dsum,
-        None if ctx.plain else dsum,
-        dweight,
-        None if ctx.bias_dtype is None else dbias,
-        None if ctx.x_bias_dtype is None else dx_bias,
-        *[None] * 7,
-    )
+    dx = dx if key is not None or ctx.x_dtype != rows.dtype else dsum
+    dbias = None if ctx.bias_dtype is None else dbias
+    dx_bias = None if ctx.x_bias_dtype is None else dx_bias
+    return dx, None if ctx.plain else dsum, dweight, dbias, dx_bias, *[None] * 7
 
 
 define_autograd(_layer_norm, _setup_context, _backward, by_products=1)
@@ -269,15 +262,13 @@ define_autograd(_layer_norm, _setup_context, _backward, by_products=1)
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
     """Composed from torch ops. torch's CUDA kernels want one dtype."""
-    for given in (x, weight, bias):
-        if given is not None:
-            check_dense("rms_norm" if rms else "layer_norm", "a tensor", given)
-    same = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
-    u = x if same else x.to(wide(x.dtype))
-    w, b = weight.to(u.dtype), None if bias is None else bias.to(u.dtype)
-    shape = weight.shape
-    y = F.rms_norm(u, shape, w, eps) if rms else F.layer_norm(u, shape, w, b, eps)
-    return y.to(x.dtype)
+    given = [t for t in (x, weight, bias) if t is not None]
+    for t in given:
+        check_dense("rms_norm" if rms else "layer_norm", "a tensor", t)
+    same = all(t.dtype == x.dtype for t in given)
+    u, w, *b = given if same else (t.to(wide(x.dtype)) for t in given)
+    function = F.rms_norm if rms else F.layer_norm
+    return function(u, weight.shape, w, *b, eps=eps).to(x.dtype)
 
 
 def _plain(
@@ -299,21 +290,17 @@ def _after_residual(
     if not is_usual(x, residual, weight, bias, x_bias):
         check_residual(name, x, residual, weight, bias, x_bias)
     check_eps(name, eps)
-    key: Tensor | None = None
-    mask: tuple[int, int, int | None, tuple[int, int, int]] = (0, 0, None, (0, 0, 0))
+    mask: tuple[Any, ...] = (None, 0, 0, None, (0, 0, 0))
     if dropout_p:
         threshold = quantize_p(dropout_p)
         rng = Rng(draw_key(x.device), 0) if rng is None else rng
-        if rng.is_whole:
-            mask = rng.site, threshold, None, (0, 0, 0)
-        else:
+        if not rng.is_whole:
             refuse_parts(name, rng, "rows", "first_row", "moved")
             check_rows(name, rng, x.numel() // x.shape[-1])
-            mask = rng.site, threshold, rng.rows, rng.place
         check_rng(rng, 1 if x.dim() == 3 else mask_shape(x.shape).heads, x.device)
-        key = rng.key
+        mask = rng.key, rng.site, threshold, rng.rows, rng.place
     if use_triton(name, residual) or use_cpp(name, residual):
-        y, residual_out, *_ = _layer_norm(x, residual, weight, bias, x_bias, key, *mask, eps, rms)
+        y, residual_out, *_ = _layer_norm(x, residual, weight, bias, x_bias, *mask, eps, rms)
         return y, residual_out
     if x_bias is not None:
         x = (x + x_bias).to(x.dtype)

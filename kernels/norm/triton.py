@@ -331,14 +331,12 @@ def _layer_norm_bwd_rows_kernel(
     offset = tl.zeros([ROWS, CHUNK], tl.float32)
     for k in tl.static_range(K):
         cols = k * CHUNK + tl.arange(0, CHUNK)
-        normal = load_rows(x_ptr, starts * stride_x_row, cols, ok, C, (k + 1) * CHUNK <= C).to(
-            tl.float32
-        )
+        x = load_rows(x_ptr, starts * stride_x_row, cols, ok, C, (k + 1) * CHUNK <= C)
+        normal = x.to(tl.float32)
         if not RMS:
             normal = normal - mean
-        g = load_rows(dy_ptr, starts * stride_dy_row, cols, ok, C, (k + 1) * CHUNK <= C).to(
-            tl.float32
-        )
+        dy = load_rows(dy_ptr, starts * stride_dy_row, cols, ok, C, (k + 1) * CHUNK <= C)
+        g = dy.to(tl.float32)
         g *= load_vector(weight_ptr, rows, cols, C, (k + 1) * CHUNK <= C)
         slope += g * (normal * rstd)
         offset += g
@@ -529,13 +527,11 @@ def layer_norm_bwd(
     writes_dx = key is not None or x_dtype != x.dtype
     dx = torch.empty_like(dsum, dtype=x_dtype) if writes_dx else None
     weight = weight.contiguous()
-    dweight = torch.empty_like(weight)
-    dbias = None if bias_dtype is None else torch.empty_like(weight, dtype=bias_dtype)
-    dx_bias = None if x_bias_dtype is None else torch.empty_like(weight, dtype=x_bias_dtype)
+    like, dtypes = torch.empty_like if n else torch.zeros_like, (bias_dtype, x_bias_dtype)
+    dbias, dx_bias = (None if d is None else like(weight, dtype=d) for d in dtypes)
+    dweight = like(weight)
     sums = [t for t in (dweight, dbias, dx_bias) if t is not None]
     if not n:
-        for t in sums:
-            t.zero_()
         return dsum, dx, dweight, dbias, dx_bias
     (dy, dy_step), (x, x_step) = flat_rows(dy, n, C), flat_rows(x, n, C)
     given, given_step = (None, 0) if dtotal is None else flat_rows(dtotal, n, C)

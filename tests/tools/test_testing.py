@@ -60,7 +60,7 @@ def test_the_yardstick_can_be_another_function():
     (errors,) = measure_errors(
         lambda x: ours.clone(), lambda x: x.clone(), [exact], eager=lambda x: x + 1
     ).values()
-    assert errors == (3.0, 1.5, 1.0, 1.0, 4.0 * 2.0**-24, 5, 4.0 * 2.0**-24)
+    assert errors == (3.0, 1.0, 4.0 * 2.0**-24, 4.0 * 2.0**-24)
     x = [torch.tensor([100.0, 99.0])]
     for off, passes in ((2.0**-16, True), (2.0**-14, False)):
         (errors,) = measure_errors(
