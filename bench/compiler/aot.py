@@ -32,14 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.compiler import aot_table, sass
-from bench.compiler.aot_rules import (
-    GPUS,
-    Broken,
-    Row,
-    describe,
-    judge,
-    stale_exemptions,
-)
+from bench.compiler.aot_rules import GPUS, Broken, Row, describe, judge, stale_exemptions
 from bench.records import ROOT, commit, parser_of
 from fastpar.comm.ranks import reason
 
@@ -158,13 +151,10 @@ def compile_one(job: Job) -> Row:
     launch = job.launch
     language = GluonASTSource if launch.kernel.is_gluon() else ASTSource
     source = language(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
-    start = time.monotonic()
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", job.arch, 32), options=launch.options
-    )
-    seconds = time.monotonic() - start
+    target = GPUTarget("cuda", job.arch, 32)
+    compiled = triton.compile(source, target=target, options=launch.options)
     said = warnings(compiled.asm["ptx"], job.arch, launch.options)
-    return {**measure(job, compiled), "seconds": seconds, "warnings": said}
+    return {**measure(job, compiled), "warnings": said}
 
 
 def warnings(ptx: str, arch: int, options: dict[str, Any]) -> list[str]:
@@ -234,21 +224,19 @@ def measure(job: Job, compiled: Any) -> Row:
     }
 
 
-def _why(error: BaseException) -> str:
-    """The innermost error in a line: where it is and what it says, without the source between."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = str(error).strip().splitlines()
-    text = " ... ".join(dict.fromkeys((lines[0], lines[-1]))) if lines else ""
-    return reason(RuntimeError(text)).replace("RuntimeError", type(error).__name__, 1)
-
-
 def _compile(job: Job, pipe: Connection) -> None:
+    """Sends the row; of an error the innermost one in a line, without the source between."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # Triton prints what ptxas refuses
             pipe.send(compile_one(job))
-    except Exception as error:
-        pipe.send({**job.row(), "error": _why(error)})
+    except Exception as caught:
+        error: BaseException = caught
+        while error.__cause__ is not None:
+            error = error.__cause__
+        lines = str(error).strip().splitlines()
+        text = " ... ".join(dict.fromkeys((lines[0], lines[-1]))) if lines else ""
+        why = reason(RuntimeError(text)).replace("RuntimeError", type(error).__name__, 1)
+        pipe.send({**job.row(), "error": why})
 
 
 def compile_all(jobs: Sequence[Job], processes: int) -> list[Row]:
@@ -287,9 +275,7 @@ def work(names: Sequence[str], processes: int) -> Row:
     """In a process of one Triton version: all rows and exemptions of these modules."""
     import triton
 
-    jobs: list[Job] = []
-    exempt: dict[str, Any] = {}
-    errors: list[str] = []
+    jobs, errors, exempt = list[Job](), list[str](), dict[str, Any]()
     for name in names:
         try:
             module = imported(name)
@@ -357,11 +343,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.worker:
         args.worker.write_text(json.dumps(work(names, args.jobs)))
         return 0
-    rows: list[Row] = []
-    problems: list[str] = []
-    broken: list[Broken] = []
-    needed: set[tuple[str, str, str]] = set()
-    exempt: dict[str, Any] = {}
+    rows, problems, broken = list[Row](), list[str](), list[Broken]()
+    needed, exempt = set[tuple[str, str, str]](), dict[str, Any]()
     for folder in (None,) if args.installed else (MINIMUM_FOLDER, None):
         start = time.monotonic()
         found = run_version(folder, names, args.jobs)

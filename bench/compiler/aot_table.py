@@ -144,10 +144,7 @@ def write(folder: Path, rows: Sequence[Row], commit: str, dirty: bool) -> None:
     versions = sorted({row["triton"] for row in rows})
     head = {"commit": commit, "dirty": dirty, "triton": versions}
     empty: tuple[Any, ...] = (0, [], {})
-    kept = [
-        {k: v for k, v in row.items() if k != "seconds" and v not in empty}
-        for row in sorted(rows, key=order)
-    ]
+    kept = [{k: v for k, v in row.items() if v not in empty} for row in sorted(rows, key=order)]
     write_rows(folder, head, kept)
     limits = ", ".join(f"sm_{arch}: {gpu.shared_per_cta} B" for arch, gpu in GPUS.items())
     about = (

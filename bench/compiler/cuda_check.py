@@ -34,10 +34,10 @@ and stores: global ones of 16 bytes + narrower ones, on the main path: the inner
 16-byte traffic, or the whole kernel. Instructions: main path of whole kernel."""
 # kernel pattern -> rule -> why the rule does not fit
 EXEMPT = {
-    "adamw_kernel<(Moment)1*": {
-        "16-byte loads": "16-bit arrays go by 8 bytes, so that a warp fills whole sectors of all",
-        "16-byte stores": "16-bit arrays go by 8 bytes, so that a warp fills whole sectors of all",
-    },
+    "adamw_kernel<(Moment)1*": dict.fromkeys(
+        ("16-byte loads", "16-byte stores"),
+        "16-bit arrays go by 8 bytes, so that a warp fills whole sectors of all",
+    ),
     "dequantize_kernel*": {
         "16-byte loads": "16 codes of a byte each are one load; the others are the unaligned path's"
     },
@@ -134,12 +134,10 @@ def compile_source(nvcc: str, flags: str, source: str, arch: str) -> list[Row]:
                 "see `python setup.py build_ext --inplace`"
             )
         found = sass.kernels(cubin)
-    names = list(found)
+    readable = names = list(found)
     if shutil.which("c++filt"):
         text = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True)
         readable = [short_name(line) for line in text.stdout.splitlines()]
-    else:
-        readable = names
     rows = [measure(source, arch, r, found[n]) for n, r in zip(names, readable)]
     return sorted(rows, key=lambda row: row["kernel"])
 
@@ -163,8 +161,8 @@ def markdown(rows: Sequence[Row]) -> str:
     for row in rows:
         spilled = row["spill_instructions"] or row["stack_bytes"]
         spills = f"{row['spill_instructions']}, {row['stack_bytes']} B" if spilled else "0"
-        cells = [f"`{row['kernel']}`", row["arch"], f"{row['registers']}", spills]
-        cells.append(f"{row['shared_bytes']}")
+        cells = [f"`{row['kernel']}`", row["arch"], str(row["registers"]), spills]
+        cells += [str(row["shared_bytes"])]
         cells += [f"{row[f'wide_{w}']} + {row[f'narrow_{w}']}" for w in ("loads", "stores")]
         cells.append(f"{row['path_instructions']} of {row['instructions']}")
         found.setdefault(row["source"], []).append(cells)
@@ -200,13 +198,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("sources", nargs="*", metavar="source", help=", ".join(sources()))
     parser.add_argument("--check", action="store_true", help="write nothing; compare the kernels")
     args = parser.parse_args(argv)
-    unknown = set(args.sources) - set(sources())
-    if unknown:
-        print(
-            f"cuda_check: expected one of {', '.join(sources())}, got source={sorted(unknown)[0]}; "
-            "choose one",
-            file=sys.stderr,
-        )
+    for source in sorted(set(args.sources) - set(sources())):
+        known = ", ".join(sources())
+        print(f"cuda_check: expected one of {known}, got {source=!s}; choose one", file=sys.stderr)
         return 2
     nvcc, flags = find_nvcc()
     if nvcc is None:

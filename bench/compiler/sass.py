@@ -130,10 +130,8 @@ def accesses(loads: Sequence[Instruction], stores: Sequence[Instruction]) -> dic
     found: dict[str, int] = {}
     for what, code, names in (("load", loads, LOADS), ("store", stores, STORES)):
         sizes = [i.bytes for i in code if i.name in names]
-        for kind, some in (
-            ("wide", [s for s in sizes if s == 16]),
-            ("narrow", [s for s in sizes if s < 16]),
-        ):
+        for kind, is_wide in (("wide", True), ("narrow", False)):
+            some = [size for size in sizes if (size == 16) == is_wide]
             found |= {f"{kind}_{what}s": len(some), f"{kind}_{what}_bytes": sum(some)}
     return found
 
@@ -142,16 +140,13 @@ def count(code: Sequence[Instruction], *names: str) -> int:
     return sum(i.name in names for i in code)
 
 
-def _registers(first: int, size: int) -> set[int]:
-    return set(range(first, first + size))
-
-
 def _held(product: Instruction) -> set[int]:
     """Registers of HGMMA.64xNx16 d, a, b, d: the sums' N / 2, and 4 if a is in registers."""
     named = [_REGISTER.match(x.strip()) for x in product.operands.split(",")[:2]]
     columns = _COLUMNS.search(product.opcode)
     sizes = (int(columns[1]) // 2 if columns else 4, 4)
-    return {r for n, size in zip(named, sizes) if n for r in _registers(int(n[1]), size)}
+    starts = [(int(n[1]), size) for n, size in zip(named, sizes) if n]
+    return {r for first, size in starts for r in range(first, first + size)}
 
 
 def in_flight(code: Sequence[Instruction], name: str) -> tuple[int, int]:
@@ -176,7 +171,8 @@ def in_flight(code: Sequence[Instruction], name: str) -> tuple[int, int]:
             found += bool(groups) and i.name == name
             size = max(1, i.bytes // 4) if i.name.startswith("LD") else 1 + (".WIDE" in i.opcode)
             if to and not i.name.startswith(("ST", "RED", "BAR")):
-                wrong += any(_registers(int(to[1]), size) & held for held in groups)
+                written = set(range(int(to[1]), int(to[1]) + size))
+                wrong += any(written & held for held in groups)
     return found, wrong
 
 

@@ -57,22 +57,11 @@ def dtype_of(bench: Bench) -> torch.dtype:
 
 
 def timed(
-    bench: Bench,
-    whole: OpCase,
-    few: OpCase,
-    others: Variants | None = None,
-    *,
-    name: str = "",
-    dtype: torch.dtype | None = None,
-    **how: Any,
-) -> Case:
+    bench: Bench, whole: OpCase, few: OpCase, others: Variants | None = None, *, name: str = "",
+    dtype: torch.dtype | None = None, **how: Any,
+) -> Case:  # fmt: skip
     """whole is timed, beside stock PyTorch and others; few, the same op at fewer rows, is judged.
-
-    Args:
-        others: further variants, by name.
-        name: by default that of whole.
-        how: other fields of Case.
-    """
+    name: by default that of whole; how: other fields of Case."""
     dtype = dtype or dtype_of(bench)
 
     def make_inputs(generator: torch.Generator, small: bool) -> tuple[Any, ...]:
@@ -94,8 +83,9 @@ def timed(
     )  # fmt: skip
 
 
-def at_rows(bench: Bench, make: Callable[[int], OpCase], rows: int, few: int, *others: Variants,
-            **how: Any) -> Case:  # fmt: skip
+def at_rows(
+    bench: Bench, make: Callable[[int], OpCase], rows: int, few: int, *others: Variants, **how: Any
+) -> Case:
     """A case of so many rows, judged at `few` of them."""
     return timed(bench, make(rows), make(min(rows, few)), *others, **how)
 
@@ -126,9 +116,8 @@ def grouped_linear(bench: Bench) -> Iterator[Case]:
     E, K, dense = 8, 2, "one dense product"
     others = {dense: lambda x, weight, bias, counts: kernels.linear(x, weight[0], bias[0])}
     for layer, c, out in (("c_fc", C, 2 * C), ("c_proj", 2 * C, C)):
-        whole, few = (
-            cases.grouped_linear_case(n // K, c, out, E, K) for n in (rows, min(rows, 256))
-        )
+        make = functools.partial(cases.grouped_linear_case, C=c, out=out, E=E, K=K)
+        whole, few = make(rows // K), make(min(rows, 256) // K)
         name = f"grouped_linear {layer} {whole.shape}"
         # counts are numbers of the host: nothing to compile
         how: dict[str, Any] = {"name": name, "unjudged": (dense,), "compiled": False}
@@ -322,17 +311,10 @@ def attention_at(bench: Bench, B: int, H: int, T: int, D: int, p: float) -> Case
     others |= {ASIDE: kernels.attention_qkvpacked} if p else {}
     # forward+backward adds nothing to its parts, and a GPU's minutes are few.
     both = () if gpu and T > 1024 else ("forward+backward",)
-    return timed(
-        bench,
-        whole,
-        few,
-        others,
-        name=f"attention B={B} H={H} T={T} D={D}" + (f" dropout {p}" if p else ""),
-        directions=("forward", "backward", *both),
-        compiled=False,  # SDPA is one kernel already
-        track_peak=True,
-        unjudged=tuple(others) if p else (),
-    )
+    name = f"attention B={B} H={H} T={T} D={D}" + (f" dropout {p}" if p else "")
+    how: dict[str, Any] = {"directions": ("forward", "backward", *both), "track_peak": True}
+    how |= {"unjudged": tuple(others) if p else (), "compiled": False}  # SDPA is one kernel already
+    return timed(bench, whole, few, others, name=name, **how)
 
 
 # Flat memory and lists of tensors
@@ -357,11 +339,9 @@ def clip(*grads: Tensor) -> Tensor:
 
 def global_norm(bench: Bench) -> Iterator[Case]:
     gpt2 = stock.gpt2_shapes(bench.quick)
-    sizes = of_device(
-        bench, (1_000_000, 124_000_000, 1_500_000_000), (1_000_000, 50_000_000), (10_000,)
-    )
+    millions = of_device(bench, (1, 124, 1500), (1, 50), (0.01,))
     for dtype, name in ((WIDE, "fp32"), (NARROW, "bf16")):
-        lists = {short(n): [torch.Size([n])] for n in sizes}
+        lists = {short(n): [torch.Size([n])] for n in (int(m * 1e6) for m in millions)}
         for what, shapes in (lists | {f"GPT-2, {len(gpt2)} tensors": gpt2}).items():
             yield norm_of(f"global_norm {name} {what}", shapes, dtype, bench.device)
 
@@ -372,25 +352,23 @@ def norm_of(name: str, shapes: Shapes, dtype: torch.dtype, device: str) -> Case:
 
     nbytes = float(sum(shape.numel() for shape in shapes) * dtype.itemsize)
     clips = "clip_grad_norm_"
+    variants = {
+        "eager": lambda *grads: torch.nn.utils.get_total_norm(grads).float(),
+        clips: clip,
+        "fastpar": lambda *grads: kernels.global_norm(grads, max_norm=1.0).norm,
+    }
+
+    def oracle(*grads: Tensor) -> Tensor:
+        return reference.global_norm_ref(list(grads), max_norm=1.0)[0]
+
     return Case(
-        name,
-        make_inputs,
-        {
-            "eager": lambda *grads: torch.nn.utils.get_total_norm(grads).float(),
-            clips: clip,
-            "fastpar": lambda *grads: kernels.global_norm(grads, max_norm=1.0).norm,
-        },
-        lambda *grads: reference.global_norm_ref(list(grads), max_norm=1.0)[0],
-        dtype,
-        bytes_moved={"call": nbytes},
-        own_bytes={clips: 3.0 * nbytes},
+        name, make_inputs, variants, oracle, dtype, in_place=(clips,), **CALL,
+        bytes_moved={"call": nbytes}, own_bytes={clips: 3.0 * nbytes},
         compiled=len(shapes) == 1,  # a graph of 148 norms takes a minute to compile
-        in_place=(clips,),
         # In a 16-bit type torch's norm is rounded to it.
         yardstick=lambda *grads: torch.nn.utils.get_total_norm([g.float() for g in grads]),
         unjudged=(clips, COMPILED) if dtype != WIDE else (),
-        **CALL,
-    )
+    )  # fmt: skip
 
 
 def parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -420,9 +398,7 @@ LIST_OPS: dict[str, tuple[Callable[..., Any], ...]] = {
     ),
     "accumulate": (
         lambda totals, ts: one_by_one(Tensor.add_, totals, ts),
-        torch._foreach_add_,
-        kernels.accumulate_,
-        reference.accumulate_ref,
+        *(torch._foreach_add_, kernels.accumulate_, reference.accumulate_ref),
     ),
 }
 
@@ -457,17 +433,12 @@ def list_case(name: str, shapes: Shapes, dtypes: Sequence[torch.dtype], device: 
 
     *calls, oracle = map(by, LIST_OPS[name])
     moved = sum(d.itemsize for d in dtypes) + (0 if flat else dtypes[0].itemsize)  # totals: twice
-    return Case(
-        f"{name} {'' if flat else 'bf16 into fp32, '}{len(shapes)} tensors",
-        make_inputs,
-        dict(zip(("eager", "foreach", "fastpar"), calls)),
-        oracle,
-        dtypes[1] if name == "unpack" else dtypes[0],
-        bytes_moved={"call": float(sum(shape.numel() for shape in shapes) * moved)},
-        compiled=False,
-        in_place=() if flat else ("eager", "foreach", "fastpar"),
-        **CALL,
-    )
+    names = ("eager", "foreach", "fastpar")
+    title = f"{name} {'' if flat else 'bf16 into fp32, '}{len(shapes)} tensors"
+    how: dict[str, Any] = {"in_place": () if flat else names, "compiled": False, **CALL}
+    how["bytes_moved"] = {"call": float(sum(shape.numel() for shape in shapes) * moved)}
+    result = dtypes[name == "unpack"]
+    return Case(title, make_inputs, dict(zip(names, calls)), oracle, result, **how)
 
 
 def shards_case(numel: int, dtype: torch.dtype, device: str, world_size: int = 4) -> Case:
@@ -482,17 +453,12 @@ def shards_case(numel: int, dtype: torch.dtype, device: str, world_size: int = 4
     def eager(received: Tensor, out: Tensor) -> None:
         torch.sum(received, 0, dtype=WIDE, out=out)
 
-    name = f"{'fp32' if dtype == WIDE else 'bf16'} into fp32, {short(numel)}"
-    return Case(
-        f"sum_shards of {world_size}, {name}",
-        make_inputs,
-        {"eager": by(eager), "fastpar": by(kernels.sum_shards)},
-        by(reference.sum_shards_ref),
-        WIDE,
-        bytes_moved={"call": float(numel * (world_size * dtype.itemsize + 4))},
-        compiled=False,
-        **CALL,
-    )
+    form = "fp32" if dtype == WIDE else "bf16"
+    name = f"sum_shards of {world_size}, {form} into fp32, {short(numel)}"
+    variants = {"eager": by(eager), "fastpar": by(kernels.sum_shards)}
+    moved = {"call": float(numel * (world_size * dtype.itemsize + 4))}
+    how: dict[str, Any] = {"bytes_moved": moved, "compiled": False, **CALL}
+    return Case(name, make_inputs, variants, by(reference.sum_shards_ref), WIDE, **how)
 
 
 # Blockwise codes
@@ -554,17 +520,10 @@ def quantize_case(n: int, form: str, way: str, device: str) -> Case:
         if way == FEEDBACK:
             torch.testing.assert_close(values + error, x, rtol=0, atol=16 * torch.finfo(WIDE).eps)
 
-    each = 13 if way == FEEDBACK else 5
-    return Case(
-        f"quantize {form} {short(n)}{f', {way}' if way else ''}",
-        make_inputs,
-        {"eager": eager, "fastpar": own},
-        None,
-        WIDE,
-        bytes_moved={"call": n * (each + 4 / block)},
-        check=check,
-        **CALL,
-    )
+    name = f"quantize {form} {short(n)}{f', {way}' if way else ''}"
+    moved = {"call": n * ((13 if way == FEEDBACK else 5) + 4 / block)}
+    how: dict[str, Any] = {"bytes_moved": moved, "check": check, **CALL}
+    return Case(name, make_inputs, {"eager": eager, "fastpar": own}, None, WIDE, **how)
 
 
 def dequantize_case(n: int, form: str, device: str) -> Case:
@@ -575,16 +534,13 @@ def dequantize_case(n: int, form: str, device: str) -> Case:
         codes, scales = kernels.quantize_blockwise(x, bits=bits, block=block)
         return (x * 64).to(torch.float8_e4m3fn) if form[0] == "f" else codes, scales
 
-    own, oracle = kernels.dequantize_blockwise, reference.dequantize_blockwise_ref
-    return Case(
-        f"dequantize {form} {short(n)}",
-        make_inputs,
-        {"eager": by_scale, "fastpar": functools.partial(own, block=block)},
-        functools.partial(oracle, block=block),
-        WIDE,
-        bytes_moved={"call": n * (5 + 4 / block)},
-        **CALL,
+    own, oracle = (
+        functools.partial(op, block=block)
+        for op in (kernels.dequantize_blockwise, reference.dequantize_blockwise_ref)
     )
+    variants = {"eager": by_scale, "fastpar": own}
+    how: dict[str, Any] = {"bytes_moved": {"call": n * (5 + 4 / block)}, **CALL}
+    return Case(f"dequantize {form} {short(n)}", make_inputs, variants, oracle, WIDE, **how)
 
 
 BENCHES: dict[str, tuple[Callable[[Bench], Iterator[Case]], int, int]] = {  # seconds: CPU, GPU

@@ -113,7 +113,9 @@ _MEGATRON: dict[str, Any] = {"dtype": "fp16", "grad_dtype": "fp16", "reduce_dtyp
 def published() -> Iterator[Published]:
     """All rows."""
     for size, heads, width, layers, tp, pp, gpus, batch, percent in _TABLE_1:
-        micro, parts = (4, 1) if pp == 1 else (1, _smallest_divisor(layers // pp))
+        per_stage = layers // pp
+        smallest = next(k for k in range(2, per_stage + 1) if per_stage % k == 0)
+        micro, parts = (4, 1) if pp == 1 else (1, smallest)
         axes: Any = {"tp": tp, "pp": pp, "schedule": _schedule(parts), "chunks": parts}
         steps = batch * tp * pp // gpus // micro
         batches: Any = {"micro_batch_size": micro, "grad_accum_steps": steps}
@@ -140,10 +142,6 @@ def published() -> Iterator[Published]:
         setup = Setup(8, zero_stage=1, **batches, grad_dtype="bf16", reduce_dtype="bf16")
         workload = Workload(_gpt(layers, heads, width, 1024, 50257), tokens // 1024)
         yield _with_seconds(Published("llm.c", name, device, workload, setup, 0.0), step_s)
-
-
-def _smallest_divisor(n: int) -> int:
-    return next(k for k in range(2, n + 1) if n % k == 0)
 
 
 def _schedule(parts: int) -> str:

@@ -129,23 +129,17 @@ def time_table(rows: Sequence[Run], steps: Sequence[Row]) -> Table:
     for row in rows:
         if row["steps"] == longest and "curve" in row and row["format"] in STEP_OF:
             curves[row["format"]].append(row)
-    means = {
-        name: [
-            (moments[0][0], statistics.fmean(bits for _, bits in moments))
-            for moments in zip(*(row["curve"] for row in some))
-        ]
-        for name, some in curves.items()
-    }
+    means: dict[str, list[tuple[int, float]]] = {}
+    for name, some in curves.items():
+        moments = zip(*(row["curve"] for row in some))
+        means[name] = [(at[0][0], statistics.fmean(bits for _, bits in at)) for at in moments]
     if not means:
         raise NoResultsError(
             "time_table: expected curves of formats, got none; run `python -m bench study wires`"
         )
     goal = max(min(bits for _, bits in mean) for mean in means.values())
-    ms = {
-        (row.variant, row.notes["link_mbit"]): row
-        for row in steps
-        if row.bench == "wires" and row.median_ms is not None
-    }
+    own = [row for row in steps if row.bench == "wires" and row.median_ms is not None]
+    ms = {(row.variant, row.notes["link_mbit"]): row for row in own}
     lines = []
     for name, mean in means.items():
         if not any((STEP_OF[name], mbit) in ms for mbit in (1000, 100)):

@@ -24,8 +24,7 @@ from bench.report import learning, picture, tables
 from bench.report.tables import OPS, TABLES, NoResultsError, machines_of
 
 MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
-_PAGES = ("README.md", "plan/published.md")
-DOCUMENTS = [RESULTS / name for name in _PAGES]
+DOCUMENTS = [RESULTS / name for name in ("README.md", "plan/published.md")]
 OPENING = re.compile(r"<!-- bench:([\w-]+) -->")
 
 
@@ -113,11 +112,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.picture:
             print(f"{picture.draw().name}: drawn")
-            return 0
-        if args.results is not None:
+        elif args.results is not None:
             write_own(args.results)
-            return 0
-        return _tables(args)
+        else:
+            return _tables(args)
+        return 0
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

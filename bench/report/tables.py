@@ -228,17 +228,13 @@ CELLS: dict[str, Cell] = {  # heading -> cell, unless a table has its own
 
 
 def spec(
-    choose: Callable[[Sequence[Row]], Sequence[Row]],
-    names: str,
-    values: str,
+    choose: Callable[[Sequence[Row]], Sequence[Row]], names: str, values: str,
     own: Mapping[str, Cell] | None = None,
     also: Callable[[Row], Sequence[Row | None]] = lambda row: (),
-) -> Callable[[Sequence[Row]], Table]:
-    """A table: its rows, the headings that name a row, and the headings of its values.
-
-    A heading "text = case" shows CELLS["case"] under another text; own: cells of this table only;
-    also: other rows that a line is made of.
-    """
+) -> Callable[[Sequence[Row]], Table]:  # fmt: skip
+    """A table: its rows, the headings that name a row, and the headings of its values. A heading
+    "text = case" shows CELLS["case"] under another text; own: cells of this table only; also: other
+    rows that a line is made of."""
     headings = [h.partition(" = ") for h in f"{names} | {values}".split(" | ")]
     cells = [{**CELLS, **(own or {})}[key or text] for text, _, key in headings]
     count = names.count(" | ") + 1
@@ -263,7 +259,8 @@ def plan_table(rows: Sequence[Row]) -> Table:
     for kind, limit in PLAN_LIMITS.items():
         for n in (None, *ranks) if len(ranks) > 1 else (None,) * bool(own):
             some = [row for row in own if n in (None, row.notes["ranks"])]
-            errors = [_error(kind, row) for row in some]
+            name, measured = ("bytes", "peak_bytes") if "mem" in kind else ("ms", "median_ms")
+            errors = [r.notes[f"predicted_{name}"] / getattr(r, measured) - 1 for r in some]
             sizes = sorted(map(abs, errors))
             ninth = sizes[-(-9 * len(sizes) // 10) - 1]  # nine tenths are at most this
             which = "all layouts" if n is None else f"{n} rank{'s' * (n > 1)}"
@@ -277,12 +274,6 @@ def plan_table(rows: Sequence[Row]) -> Table:
     busy = sorted({row.notes["busy"] for row in own if row.notes.get("busy")})
     after = f"Measured on a busy machine ({'; '.join(busy)})." if busy else ""
     return Table([*head, "worst", "bias", "target"], lines, after)
-
-
-def _error(kind: str, row: Row) -> float:
-    if kind == "peak memory":
-        return row.notes["predicted_bytes"] / (row.peak_bytes or 1) - 1
-    return row.notes["predicted_ms"] / (row.median_ms or 1.0) - 1
 
 
 HALF = ", bf16"  # of a case's name
@@ -327,10 +318,8 @@ def _flops(row: Row) -> float:
 
 
 def ops_table(rows: Sequence[Row]) -> Table:
-    """fastpar beside eager and the fastest other variant, with memory and host time if known.
-
-    A row that is slower than the fastest other one says so.
-    """
+    """fastpar beside eager and the fastest other variant, with memory and host time if known. A row
+    that is slower than the fastest other one says so."""
     every = [r for r in rows if r.bench in OPS]
     own = list(filter(is_ours, grouped(every)))
 
@@ -424,12 +413,10 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
 
 
 class Shown(NamedTuple):
-    """A line of the first table and where its rows are.
-
-    case is a regular expression for a row's whole case, because a GPU measures other sizes than a
-    CPU; its group is the size that is shown. The first case with a fastpar row that passed its
-    check counts. others: the fastest of each of these families is shown, whose names begin so.
-    """
+    """A line of the first table and where its rows are. case: a regular expression for a row's
+    whole case, because a GPU measures other sizes than a CPU; its group is the size that is shown.
+    The first case with a fastpar row that passed its check counts. others: the fastest of each of
+    these families is shown, whose names begin so."""
 
     what: str
     bench: str
@@ -503,21 +490,14 @@ def _other_ms(ours: Row, other: Row) -> float:
 
 def _find(line: Shown, rows: Sequence[Row]) -> list[Row]:
     """fastpar's row and the fastest other one of each family; empty where either is missing."""
-    timed = [
-        row
-        for row in rows
-        if (row.bench, row.direction) == (line.bench, line.direction)
-        and row.median_ms is not None
-        and row.refused is None
-        and re.fullmatch(line.case, row.case)
-    ]
+    ran = [r for r in rows if r.median_ms is not None and r.refused is None]
+    alike = [r for r in ran if (r.bench, r.direction) == (line.bench, line.direction)]
+    timed = [r for r in alike if re.fullmatch(line.case, r.case)]
     for ours in (row for row in timed if row.variant == line.variant):
         others = [r for r in timed if r.case == ours.case and not r.variant.startswith("fastpar")]
-        found = [
-            min(family, key=lambda other: _other_ms(ours, other))
-            for name in line.others
-            if (family := [r for r in others if r.variant.startswith(name)])
-        ]
+        others.sort(key=lambda other: _other_ms(ours, other))
+        families = ([r for r in others if r.variant.startswith(name)] for name in line.others)
+        found = [family[0] for family in families if family]
         if found:
             return [ours, *sorted(found, key=lambda other: _other_ms(ours, other))]
     return []

@@ -146,7 +146,7 @@ def head_of(ptr, strides, batch, first, head, TMA: tl.constexpr):
     """One head as load_tile() and store_tile() take it, from row `first` on: (pointer or
     descriptor, batch, head, first, stride of rows)."""
     if not TMA:
-        ptr += batch.to(tl.int64) * strides[0] + first.to(tl.int64) * strides[1]
+        ptr = ptr + batch.to(tl.int64) * strides[0] + first.to(tl.int64) * strides[1]
         ptr += head.to(tl.int64) * strides[2]
     return ptr, batch, head, first, strides[1]
 
@@ -269,8 +269,9 @@ def _attention_fwd_kernel(
     row_0 = batch.to(tl.int64) * T + first
     if DROPOUT or VARLEN:
         within += unknown_zero(threshold)
+    o = acc * inverse[:, None]
     o_head = o_ptr + (row_0 * H + head) * D, batch, head, first, H * D
-    store_tile(acc * inverse[:, None], o_head, row, n_rows, within, D, BLOCK_D)
+    store_tile(o, o_head, row, n_rows, within, D, BLOCK_D)
     lse_head = lse_ptr + (batch.to(tl.int64) * H + head) * T + first
     tl.store(lse_head + row + within, lse, mask=row + within < n_rows)
 
@@ -497,8 +498,8 @@ def _dkdv_head(
 ):  # fmt: skip
     """_dkdv_tiles of the queries of one head that see these keys: first those on the diagonal."""
     do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr = pointers
-    do_head = head_of(do_ptr, strides[0], batch, first, head, TMA)
     q_head = head_of(q_ptr, strides[1], batch, first, head, TMA)
+    do_head = head_of(do_ptr, strides[0], batch, first, head, TMA)
     statistics = (batch.to(tl.int64) * H + head) * T + first
     mask_ptr, sample, site_head, threshold, first_row = mask
     if DROPOUT:
