@@ -49,6 +49,13 @@ def _bump(tensors: Sequence[Tensor]) -> None:
     torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
+def _give_back(tensors: list[Tensor], outputs: list[Tensor]) -> None:
+    for t, output in zip(tensors, outputs):
+        if t is not output:
+            t.copy_(output)
+    _bump(tensors)
+
+
 def _pack(
     flat: Tensor, tensors: list[Tensor], offsets: list[int], scale: float, at: Tensor | None
 ) -> None:
@@ -67,12 +74,9 @@ def _unpack(
         for t, o in zip(tensors, offsets):
             t.copy_(_scaled(flat[o : o + t.numel()], scale, at).view(t.shape))
         return
-    outputs = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+    outputs = [t.contiguous() for t in tensors]  # itself where it is
     _copy("unpack_", outputs, [flat], [], offsets, False, scale, at)
-    for t, output in zip(tensors, outputs):
-        if t is not output:
-            t.copy_(output)
-    _bump(tensors)
+    _give_back(tensors, outputs)
 
 
 def _accumulate(
@@ -85,10 +89,7 @@ def _accumulate(
     outputs = [t if is_dense(t) else t.contiguous() for t in totals]
     values = [in_order(v, t) for v, t in zip(values, outputs)]
     _copy("accumulate_", outputs, values, [], [], True, scale, at)
-    for total, output in zip(totals, outputs):
-        if total is not output:
-            total.copy_(output)
-    _bump(totals)
+    _give_back(totals, outputs)
 
 
 def _tree(parts: list[Tensor]) -> Tensor:

@@ -5,9 +5,8 @@
 
 Saved for backward: idx and the mask's key; the mask is drawn again. Sums of 16-bit gradients are
 kept in fp32, because a frequent token has hundreds of terms. dwte is dense, because in a model with
-a tied head the same parameter also gets the dense gradient of the loss; with freed memory kept
-mapped (backend.keep_freed_memory) that costs 2.7 ms at V = 50304, C = 384, and 31 ms of page faults
-without. Given the buffer wte_grad, backward adds only the rows of tokens that occur.
+a tied head the same parameter also gets the dense gradient of the loss. Given the buffer wte_grad,
+backward adds only the rows of tokens that occur.
 
 On a GPU each pass is one or two kernels (embedding_triton.py); elsewhere it is torch ops, and the
 compiled dropout in place.

@@ -37,26 +37,23 @@ class GlobalNorm(NamedTuple):
 
 def _partials(tensors: list[Tensor], counted: list[bool]) -> tuple[Tensor, int]:
     """CUDA's rows of bins, and how many of them are filled."""
-    kernels, device = backend.cuda_kernels, tensors[0].device
-    size = kernels.norm_rows_cuda(len(tensors))
-    rows = torch.empty(size, NORM_WORDS, dtype=torch.int64, device=device)
-    stream = backend.cuda_stream(tensors[0])
-    return rows, kernels.norm_partials_cuda(tensors, counted, rows, stream)
+    kernels, first = backend.cuda_kernels, tensors[0]
+    rows = first.new_empty(kernels.norm_rows_cuda(len(tensors)), NORM_WORDS, dtype=torch.int64)
+    filled = kernels.norm_partials_cuda(tensors, counted, rows, backend.cuda_stream(first))
+    return rows, filled
 
 
 def _finish(
-    rows: Tensor, count: int, clip: tuple[float, float, float], loss_scale_at: Tensor | None,
-    bins: Tensor | None, result: Tensor | None,
-) -> None:  # fmt: skip
-    tensors = (loss_scale_at, bins, result)
+    rows: Tensor, count: int, clip: tuple[float, float, float], *tensors: Tensor | None
+) -> None:
+    """tensors: loss scale, bins and result."""
     backend.cuda_kernels.norm_finish_cuda(rows, count, *clip, *tensors, backend.cuda_stream(rows))
 
 
 def _composed_bins(tensors: list[Tensor], counted: list[bool]) -> Tensor:
     """The same bins in plain torch, in pieces that bound its memory."""
-    device = tensors[0].device
-    bins = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)
-    units = _units(device)
+    bins = tensors[0].new_zeros(NORM_WORDS, dtype=torch.int64)
+    units = _units(bins.device)
     pieces = [(p, c) for t, c in zip(tensors, counted) for p in t.reshape(-1).split(1 << 22)]
     for piece, is_counted in pieces:
         bins[-2] += piece.isinf().sum()
@@ -225,12 +222,11 @@ def global_norm(
     Args:
         tensors: fp32 | bf16 | fp16 in any mixture, any shapes, size 0 included, one device; an
             empty list has norm 0 (on CPU). fp64 is rounded to fp32 first: beyond its range is inf.
-        counted: False for a tensor that another rank counts: it is not part of the sum, but its
-            non-finite elements are found. None counts all.
-        max_norm: grad_scale = min(1, max_norm / (norm + eps)) / loss_scale; None does not clip.
+        counted: False for a tensor that another rank counts: only its non-finite elements are
+            found. None counts all.
+        max_norm, eps: grad_scale = min(1, max_norm / (norm + eps)) / loss_scale; None: no clipping.
         loss_scale: the tensors are gradients of a loss multiplied by it, a number or fp32 [] on
             their device: the norm is divided by it, and grad_scale does the same to gradients.
-        eps: as in torch.nn.utils.clip_grad_norm_.
     Returns:
         GlobalNorm(norm, grad_scale, found_inf): fp32 [] each, on the tensors' device. With inf or
         nan among the elements the norm is inf or nan and found_inf 1, also where a sum of finite

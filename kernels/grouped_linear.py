@@ -115,11 +115,8 @@ def summed(parts: Tensor) -> Tensor:
 
 def _bwd_fake(dy, x, weight, counts, need, apart):
     lead = (counts.numel() // weight.shape[0],) if apart else ()
-    return (
-        torch.empty_like(x) if need[0] else x.new_empty(0),
-        x.new_empty((*lead, *weight.shape) if need[1] else (0,)),
-        x.new_empty((*lead, *weight.shape[:2]) if need[2] else (0,)),
-    )
+    shapes = x.shape, (*lead, *weight.shape), (*lead, *weight.shape[:2])
+    return tuple(x.new_empty(shape if needed else (0,)) for shape, needed in zip(shapes, need))
 
 
 _grouped_linear = define_op(

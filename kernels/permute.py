@@ -92,11 +92,8 @@ def _permute_fake(x, experts, n_expert, capacity):
     return x.new_empty(slots, x.shape[1]), order, experts.new_empty(n_expert)
 
 
-def _combine_bwd_fake(dy, rows, weights, order, need_rows, need_weights):
-    return (
-        torch.empty_like(rows) if need_rows else rows.new_empty(0),
-        torch.empty_like(weights) if need_weights else weights.new_empty(0),
-    )
+def _combine_bwd_fake(dy, rows, weights, order, *needed):
+    return tuple(x.new_empty(x.shape if need else 0) for x, need in zip((rows, weights), needed))
 
 
 _permute = define_op(

@@ -36,11 +36,8 @@ _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 
 
 class Rng(NamedTuple):
-    """The source of a dropout's bits.
-
-    The last three fields select the slice of the full mask for an x that is a slice of a model's
-    tensor; its bits are those of the full tensor there. An op that cannot draw such a slice refuses
-    these fields.
+    """The source of a dropout's bits. Fields from first_head on select the slice of the full mask
+    for an x that is a slice of a model's tensor; an op that cannot draw such a slice refuses them.
 
     key: int64 [2] on the CPU or on x's device: (seed, global index of the batch's first sample).
         Sample b of the batch has index key[1] + b.
@@ -244,6 +241,12 @@ def check_rng(rng: Rng, heads: int, device: torch.device) -> None:
         )
 
 
+def _check_slice(op: str, rng: Rng, shape: Sequence[int], device: torch.device) -> None:
+    whole = mask_shape(shape)
+    check_rng(rng, whole.heads, device)
+    check_rows(op, rng, whole.samples * whole.heads * whole.rows)
+
+
 def mask_parts(
     shape: Sequence[int], first_head: int, rows: int | None, place: Sequence[int]
 ) -> list[MaskBlock]:
@@ -368,8 +371,7 @@ def keep_mask(rng: Rng, p: float, shape: Sequence[int], device: Any = None) -> T
     """The mask that dropout(x, p, rng) applies to an x of this shape: bool, True where kept.
 
     Args:
-        shape: [B, ..., C]; see [Note: the mask].
-        device: of the result; the key's device by default.
+        shape: [B, ..., C]; see [Note: the mask]. device: of the result; None: the key's.
     Raises:
         ValueError: p outside [0, 1); site, key, heads or rows that the counter cannot hold.
     Deterministic: yes; the same bits on every device.
@@ -377,9 +379,7 @@ def keep_mask(rng: Rng, p: float, shape: Sequence[int], device: Any = None) -> T
     """
     device = rng.key.device if device is None else torch.device(device)
     threshold = quantize_p(p)
-    whole = mask_shape(shape)
-    check_rng(rng, whole.heads, device)
-    check_rows("keep_mask", rng, whole.samples * whole.heads * whole.rows)
+    _check_slice("keep_mask", rng, shape, device)
     return _keep_mask(rng.key, rng.site_head, threshold, rng.rows, rng.place, shape, device)
 
 
@@ -407,7 +407,5 @@ def dropout(x: Tensor, p: float, rng: Rng | None = None) -> Tensor:
         return x
     if rng is None:
         rng = Rng(draw_key(x.device), 0)
-    whole = mask_shape(x.shape)
-    check_rng(rng, whole.heads, x.device)
-    check_rows("dropout", rng, whole.samples * whole.heads * whole.rows)
+    _check_slice("dropout", rng, x.shape, x.device)
     return _dropout(x, rng.key, rng.site_head, threshold, rng.rows, rng.place)

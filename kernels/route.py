@@ -44,15 +44,14 @@ def route_bwd(dweights: Tensor, logits: Tensor, experts: Tensor) -> Tensor:
         grad = torch.zeros_like(scores).scatter_(1, experts, of_chosen)
     else:
         p = scores.softmax(-1)
-        grad = p * -(p.gather(1, experts) * dweights)
-        grad.scatter_add_(1, experts, p.gather(1, experts) * dweights)  # one element per row
+        of_chosen = p.gather(1, experts) * dweights  # one element per row
+        grad = (p * -of_chosen).scatter_add_(1, experts, of_chosen)
     return grad.to(logits.dtype)
 
 
 def _fake(logits, k, bias):
-    shape = (logits.shape[0], k)
-    weights = logits.new_empty(shape, dtype=wide(logits.dtype))
-    return weights, logits.new_empty(shape, dtype=torch.int64)
+    dtypes = wide(logits.dtype), torch.int64
+    return tuple(logits.new_empty((logits.shape[0], k), dtype=dtype) for dtype in dtypes)
 
 
 _route = define_op(

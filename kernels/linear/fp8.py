@@ -137,10 +137,9 @@ def _kernels(own: bool) -> Any:
 class DelayedScales:
     """Scales of whole tensors, from the largest values of the last steps on all ranks.
 
-    The first step has no scales: it computes without fp8 and records the values. Backwards record
-    them, so forwards without one (validation, recomputation) change nothing. An engine sums the
-    records of all ranks in the exchange of a step (take, give, forget: Tally of engine/control.py);
-    update() is for one process without an engine.
+    The first step has no scales: it computes without fp8 and records the values. Only backwards
+    record. An engine sums the records of all ranks in the exchange of a step (take, give, forget:
+    Tally of engine/control.py); update() is for one process without an engine.
 
     Args:
         layers: number of linear layers, counted from 0, also if a rank has only some.

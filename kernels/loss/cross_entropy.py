@@ -174,10 +174,7 @@ def cross_entropy_rows(
     `grad`: like logits [N, Vp] with contiguous rows, or logits themselves, or None. targets [N]
     contiguous, checked on CPU. options: vocab_size to scale, as in _rows_torch()."""
     if use_triton(op, logits):
-        losses: Tensor = triton_module("loss.triton").cross_entropy_rows(
-            logits, targets, grad, *options
-        )
-        return losses
+        return triton_module("loss.triton").cross_entropy_rows(logits, targets, grad, *options)
     if not use_cpp(op, logits):
         return _rows_torch(logits, targets, grad, *options)
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device="cpu")
@@ -186,13 +183,11 @@ def cross_entropy_rows(
     return losses
 
 
-def cross_entropy_fwd(
-    logits: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, reduction: str,
-    label_smoothing: float, z_loss: float, need_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, dlogits, the factor still to be applied to dlogits); dlogits [0] if not needed."""
+def cross_entropy_fwd(logits: Tensor, targets: Tensor, *options) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, dlogits, the factor still to be applied to dlogits); dlogits [0] if not needed.
+    options: vocab_size to z_loss, as in _fwd_into(), and need_grad."""
+    *options, need_grad = options
     grad = logits.new_empty(logits.shape) if need_grad else None
-    options = vocab_size, ignore_index, reduction, label_smoothing, z_loss
     loss, factor = _fwd_into(grad, logits, targets, *options)
     return loss, logits.new_empty(0) if grad is None else grad, factor
 
@@ -232,18 +227,14 @@ def multiply_rows(grad: Tensor, by: Tensor, out: Tensor) -> Tensor:
     return torch.mul(grad, by if by.dim() == 0 else by[:, None], out=out)
 
 
-def _fake_loss(logits: Tensor, reduction: str) -> Tensor:
-    shape = logits.shape[:1] if reduction == "none" else ()
-    return logits.new_empty(shape, dtype=wide(logits.dtype))
+def _fake_(logits, targets, vocab_size, ignore_index, reduction, *_):
+    shapes = logits.shape[:1] if reduction == "none" else (), ()
+    return tuple(logits.new_empty(shape, dtype=wide(logits.dtype)) for shape in shapes)
 
 
-def _fake(logits, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss, need_grad):
-    grad = logits.new_empty(logits.shape if need_grad else (0,))
-    return _fake_loss(logits, reduction), grad, logits.new_empty((), dtype=wide(logits.dtype))
-
-
-def _fake_(logits, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss):
-    return _fake_loss(logits, reduction), logits.new_empty((), dtype=wide(logits.dtype))
+def _fake(logits, *args):
+    loss, factor = _fake_(logits, *args)
+    return loss, logits.new_empty(logits.shape if args[-1] else (0,)), factor
 
 
 _OPTIONS = (
@@ -272,8 +263,7 @@ _attach = define_op(
 
 
 def _setup_context(ctx, inputs, output):
-    _, dlogits, factor = output
-    ctx.save_for_backward(dlogits, factor)
+    ctx.save_for_backward(*output[1:])
 
 
 def _times_incoming(ctx, dloss: Tensor) -> Tensor:
@@ -287,21 +277,15 @@ def _times_incoming(ctx, dloss: Tensor) -> Tensor:
 
 
 def _backward(ctx, dloss, *_):
-    return _times_incoming(ctx, dloss), None, None, None, None, None, None, None
-
-
-define_autograd(_cross_entropy, _setup_context, _backward, by_products=2, once="cross_entropy")
+    return _times_incoming(ctx, dloss), *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 def _attach_setup_context(ctx, inputs, output):
     ctx.save_for_backward(inputs[0].detach(), inputs[2])
 
 
-def _attach_backward(ctx, dloss):
-    return _times_incoming(ctx, dloss), None, None
-
-
-define_autograd(_attach, _attach_setup_context, _attach_backward, once="cross_entropy")
+define_autograd(_cross_entropy, _setup_context, _backward, by_products=2, once="cross_entropy")
+define_autograd(_attach, _attach_setup_context, _backward, once="cross_entropy")
 
 
 def _check_logits(op: str, logits: Tensor) -> None:
@@ -349,23 +333,19 @@ def cross_entropy(
     """Cross-entropy over the last dimension, like F.cross_entropy on [N, V] logits.
 
     Args:
-        logits: [..., Vp], bf16 | fp16 | fp32 | fp64. Rows are read in place if they are evenly
-            spaced and their elements contiguous; others are copied. fp64 is computed in fp64
-            throughout, by torch ops.
+        logits: [..., Vp], bf16 | fp16 | fp32 | fp64 (by torch ops). Rows that are not evenly spaced
+            or not contiguous are copied.
         targets: [...], int64, in [0, vocab_size) or ignore_index. Checked on CPU; on a GPU the loss
             of a row with any other target is nan and its gradient 0.
-        vocab_size: V <= Vp; columns from V on are padding: excluded from every sum, gradient 0.
-            None means Vp.
+        vocab_size: V <= Vp, None: Vp; columns from V on are padding: in no sum, gradient 0.
         ignore_index: targets whose rows count neither in the loss nor in its mean.
         reduction: "mean" over the targets that are not ignored (nan if there are none, like torch;
             the gradient is 0 then), "sum", or "none" for the loss of each row.
         label_smoothing: share of the target that is spread evenly over the V classes.
         z_loss: adds z_loss * logsumexp(logits)^2 to the loss of each row.
-        inplace: the gradient overwrites the logits, see [Note: in place]; without gradients
-            (torch.no_grad) they do not change.
+        inplace: the gradient overwrites the logits (not without gradients); [Note: in place].
     Returns:
-        loss: [], or targets' shape for "none", fp32 (fp64 for fp64). The gradient is kept for
-            backward.
+        loss: [], or targets' shape for "none", fp32 (fp64 for fp64). The gradient is kept.
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, a target out of range (CPU), options
             outside their range, inplace if the logits may be needed or share memory.
@@ -463,16 +443,11 @@ def cross_entropy_shard_bwd_(out: Tensor, logits: Tensor, *options) -> None:
     torch.autograd.graph.increment_version(out)
 
 
-def _fake_fwd(logits, targets, first, v, ignore_index):
-    dtype = wide(logits.dtype)
-    return tuple(logits.new_empty(logits.shape[:1], dtype=dtype) for _ in range(3))
-
-
 _cross_entropy_shard = define_op(
     "cross_entropy_shard(Tensor logits, Tensor targets, SymInt first, SymInt v, int ignore_index)"
     " -> (Tensor, Tensor, Tensor)",
     cross_entropy_shard_fwd,
-    _fake_fwd,
+    lambda x, *_: tuple(x.new_empty(x.shape[:1], dtype=wide(x.dtype)) for _ in range(3)),
 )
 _cross_entropy_shard_grad = define_op(
     "cross_entropy_shard_grad(Tensor logits, Tensor targets, Tensor lse, Tensor scale, "

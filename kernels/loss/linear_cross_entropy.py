@@ -274,15 +274,8 @@ def linear_cross_entropy(
         x: [..., C], bf16 | fp16 | fp32 | fp64. For fp64, everything that is fp32 below is fp64.
         weight: [Vp, C], dtype of x. Rows from vocab_size on are padding: excluded from the softmax,
             their gradient is 0. They must be finite.
-        targets: [...], int64, in [0, vocab_size) or ignore_index. Checked on CPU; on a GPU the loss
-            of a row with any other target is nan and its gradient 0.
-        vocab_size: V <= Vp; None means Vp.
-        ignore_index: targets that count neither in the loss nor in its mean.
-        reduction: "mean" over the targets that are not ignored (nan if there are none, like torch;
-            the gradients are 0 then), "sum", or "none" for the loss of each row, whose backward
-            computes the logits once more.
-        label_smoothing: share of the target that is spread evenly over the V classes.
-        z_loss: adds z_loss * logsumexp(logits)^2 to the loss of each row.
+        targets, vocab_size, ignore_index, label_smoothing, z_loss: as in cross_entropy().
+        reduction: as there; the backward of "none" computes the logits once more.
         chunk_rows: rows whose logits exist at once; None chooses by traffic. Other sizes sum
             dweight in another order.
         weight_grad: [Vp, C] fp32; backward adds dweight to it and returns no gradient for weight
