@@ -489,12 +489,6 @@ def _call(
             g.copy_(used)  # the requested zeros
 
 
-_LISTS = (
-    "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "master_weights",
-    "exp_avg_scales", "exp_avg_sq_scales", "hyper_index", "first_indices",
-)  # fmt: skip
-
-
 @torch.no_grad()
 def adamw_step_(
     params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor],
@@ -547,11 +541,13 @@ def adamw_step_(
         2020, arXiv 2010.06192; 8-bit moments in blocks: Dettmers et al. 2022, arXiv 2110.02861
     """
     n = len(params)
-    lists = (
-        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, master_weights, exp_avg_scales,
-        exp_avg_sq_scales, hyper_index, first_indices,
-    )  # fmt: skip
-    lengths = {name: len(given) for name, given in zip(_LISTS, lists) if given is not None}
+    lists: dict[str, Sequence[Any] | None] = {
+        "params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs,
+        "max_exp_avg_sqs": max_exp_avg_sqs, "master_weights": master_weights,
+        "exp_avg_scales": exp_avg_scales, "exp_avg_sq_scales": exp_avg_sq_scales,
+        "hyper_index": hyper_index, "first_indices": first_indices,
+    }  # fmt: skip
+    lengths = {name: len(given) for name, given in lists.items() if given is not None}
     if len(set(lengths.values())) != 1:
         raise ValueError(
             f"adamw_step_: expected lists of one length, got lengths={lengths}; "

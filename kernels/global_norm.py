@@ -146,15 +146,14 @@ _norm_bins_op = define_op(
     _norm_bins,
     lambda tensors, counted: tensors[0].new_empty(NORM_WORDS, dtype=torch.int64),
 )
+_CLIP = "float max_norm, float eps, float loss_scale, Tensor? loss_scale_at"
 _norm_from_bins_op = define_op(
-    "norm_from_bins(Tensor bins, float max_norm, float eps, float loss_scale, "
-    "Tensor? loss_scale_at) -> Tensor",
+    f"norm_from_bins(Tensor bins, {_CLIP}) -> Tensor",
     _norm_from_bins,
     lambda bins, *args: bins.new_empty(3, dtype=torch.float32),
 )
 _global_norm_op = define_op(
-    "global_norm(Tensor[] tensors, bool[] counted, float max_norm, float eps, float loss_scale, "
-    "Tensor? loss_scale_at) -> Tensor",
+    f"global_norm(Tensor[] tensors, bool[] counted, {_CLIP}) -> Tensor",
     _global_norm,
     lambda tensors, *args: tensors[0].new_empty(3, dtype=torch.float32),
 )

@@ -23,21 +23,17 @@ from fastpar.kernels.linear import add_matmul_, matmul
 Coefficients = Sequence[tuple[float, float, float]]
 
 
-def _safe(coefficients: Coefficients, factor: float) -> Coefficients:
-    """Coefficients of p(s / factor): singular values that rounding put above 1 do not grow."""
-    return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in coefficients)
-
-
-# Amsel, Persson, Musco, Gower 2025, arXiv 2505.16932, algorithm 1, with its factor 1.01.
-POLAR_EXPRESS = _safe(
-    (
+# Amsel, Persson, Musco, Gower 2025, arXiv 2505.16932, algorithm 1, of p(s / 1.01): singular values
+# that rounding put above 1 do not grow.
+POLAR_EXPRESS: Coefficients = tuple(
+    (a / 1.01, b / 1.01**3, c / 1.01**5)
+    for a, b, c in (
         (8.28721201814563, -23.595886519098837, 17.300387312530933),
         (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
         (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
         (3.3184196573706015, -2.488488024314874, 0.51004894012372),
         (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-    ),
-    1.01,
+    )
 )
 # Jordan et al. 2024, the Muon optimizer; torch.optim.Muon's.
 QUINTIC = ((3.4445, -4.775, 2.0315),) * 5

@@ -148,15 +148,10 @@ def _keep_torch(key: Tensor, site: int, threshold: int, at: MaskBlock, device: A
 
     # 0-dim CPU tensors mix with any device, so a CPU key costs no copy and no wait.
     seed, sample = key[0], key[1] + count(at.first_sample, at.samples, 0)
-    words = philox_4x32(
-        (
-            count(0, (at.cols + 15) // 16, 3),
-            count(at.first_row, at.rows, 2),
-            count(at.first_head, at.heads, 1) | site << 16,
-            sample & _LOW,
-        ),
-        (seed & _LOW, ((seed >> 32) ^ (sample >> 32)) & _LOW),
-    )
+    groups, rows = count(0, (at.cols + 15) // 16, 3), count(at.first_row, at.rows, 2)
+    site_head = count(at.first_head, at.heads, 1) | site << 16
+    low, high = seed & _LOW, ((seed >> 32) ^ (sample >> 32)) & _LOW
+    words = philox_4x32((groups, rows, site_head, sample & _LOW), (low, high))
     drawn = torch.stack(words, dim=-1).to(torch.int32).view(torch.uint8)
     return drawn.flatten(3)[..., : at.cols] >= threshold
 

@@ -15,6 +15,8 @@ The bits are the same for any number of threads, instruction set and device (csr
 Source: Seide et al. 2014 (error feedback), Interspeech.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -92,30 +94,26 @@ def _dequantize(codes: Tensor, scales: Tensor, dtype: int, block: int) -> Tensor
     return out
 
 
+def _fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return _outputs(x, args[-3])
+
+
+_HOW = "int bits, int block, int? seed, int first_index) -> (Tensor, Tensor)"
 _quantize_op = define_op(
-    "quantize_blockwise(Tensor x, int bits, int block, int? seed, int first_index) "
-    "-> (Tensor, Tensor)",
-    lambda x, *args: _quantize(x, None, *args),
-    lambda x, bits, block, *args: _outputs(x, block),
+    f"quantize_blockwise(Tensor x, {_HOW}", lambda x, *how: _quantize(x, None, *how), _fake
 )
 _feedback_op = define_op(
-    "quantize_blockwise_feedback(Tensor x, Tensor(a!) error, int bits, int block, int? seed, "
-    "int first_index) -> (Tensor, Tensor)",
-    _quantize,
-    lambda x, error, bits, block, *args: _outputs(x, block),
+    f"quantize_blockwise_feedback(Tensor x, Tensor(a!) error, {_HOW}", _quantize, _fake
 )
 _in_place_op = define_op(
-    "quantize_blockwise_in_place(Tensor(a!) x, int bits, int block, int? seed, int first_index) "
-    "-> (Tensor, Tensor)",
-    lambda x, *args: _quantize(x, x, *args),
-    lambda x, bits, block, *args: _outputs(x, block),
+    f"quantize_blockwise_in_place(Tensor(a!) x, {_HOW}",
+    lambda x, *how: _quantize(x, x, *how),
+    _fake,
 )
 _dequantize_op = define_op(
     "dequantize_blockwise(Tensor codes, Tensor scales, int dtype, int block) -> Tensor",
     _dequantize,
-    lambda codes, scales, dtype, block: codes.new_empty(
-        codes.shape, dtype=tuple(DTYPE_CODES)[dtype]
-    ),
+    lambda codes, *args: codes.new_empty(codes.shape, dtype=tuple(DTYPE_CODES)[args[1]]),
 )
 
 

@@ -90,24 +90,15 @@ def record(arch: int, sms: int | None = None) -> Iterator[list[Launch]]:
     sm_<arch> with `sms` multiprocessors (default: SMS)."""
     if sms is None and arch not in SMS:
         raise ValueError(f"record: expected arch in {sorted(SMS)}, got arch={arch}; choose one")
-    before = _recorder()
+    before = _local.recorder
     recorder = _local.recorder = _Recorder(arch, sms or SMS[arch])
-    _pause(True)
+    pause = (lambda on: None) if _C is None else _C.pause_launches  # launches go through Python
+    pause(True)
     try:
         yield recorder.launches
     finally:
-        _pause(False)
+        pause(False)
         _local.recorder = before
-
-
-def _pause(pause: bool) -> None:
-    """Whether all launches of this thread go through Python."""
-    if _C is not None:
-        _C.pause_launches(pause)
-
-
-def _recorder() -> _Recorder | None:
-    return _local.recorder
 
 
 @functools.cache
@@ -123,21 +114,23 @@ def _without_index(device: torch.device) -> tuple[int, int]:
     return _properties(torch.device("cuda", torch.cuda.current_device()))
 
 
-def gpu_arch(device: torch.device) -> int:
-    """Compute capability, 80 for sm_80; the recorded one; or the interpreter's."""
+def _about(device: torch.device) -> tuple[int, int]:
+    """(arch, sms) of the recorded GPU, the device's, or the interpreter's."""
     recorder = _local.recorder
     if recorder is not None:
-        return recorder.arch
+        return recorder.arch, recorder.sms
     # A GPU tensor's device has an index. Reading a device's type takes five times as long.
-    return (_without_index if device.index is None else _properties)(device)[0]
+    return (_without_index if device.index is None else _properties)(device)
+
+
+def gpu_arch(device: torch.device) -> int:
+    """Compute capability, 80 for sm_80."""
+    return _about(device)[0]
 
 
 def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors, for persistent grids."""
-    recorder = _local.recorder
-    if recorder is not None:
-        return recorder.sms
-    return (_without_index if device.index is None else _properties)(device)[1]
+    return _about(device)[1]
 
 
 def device_key(key: Tensor, device: torch.device) -> Tensor:
@@ -267,7 +260,7 @@ def _through_triton(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: An
     if 0 in grid:
         return None
     kwargs.setdefault("enable_fp_fusion", True)
-    recorder = _recorder()
+    recorder = _local.recorder
     given = tuple([a.descriptor() if type(a) is Boxed else a for a in args])
     if recorder is not None:
         recorder.launches.append(_record(kernel, grid, given, kwargs, recorder.arch))

@@ -248,17 +248,16 @@ def _bwd_fake(do, q, k, v, *_):
     return _contiguous_like(q), *empty
 
 
+_HOW = (
+    "bool causal, float scale, Tensor? key, SymInt site_head, int threshold, Tensor? cu_seqlens, "
+    "Tensor? bits=None, SymInt? first_row=None"
+)
 _attention = define_op(
-    "attention(Tensor q, Tensor? k, Tensor? v, bool causal, float scale, Tensor? key, "
-    "SymInt site_head, int threshold, Tensor? cu_seqlens, Tensor? bits=None, "
-    "SymInt? first_row=None) -> (Tensor, Tensor)",
-    _attention_run,
-    _fake,
+    f"attention(Tensor q, Tensor? k, Tensor? v, {_HOW}) -> (Tensor, Tensor)", _attention_run, _fake
 )
 _attention_bwd = define_op(
     "attention_bwd(Tensor do, Tensor q, Tensor? k, Tensor? v, Tensor? o, Tensor stats, "
-    "bool causal, float scale, Tensor? key, SymInt site_head, int threshold, Tensor? cu_seqlens, "
-    "Tensor? bits=None, SymInt? first_row=None) -> (Tensor, Tensor, Tensor)",
+    f"{_HOW}) -> (Tensor, Tensor, Tensor)",
     _attention_bwd_run,
     _bwd_fake,
 )

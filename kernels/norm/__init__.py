@@ -215,17 +215,16 @@ def _bwd_fake(dy, dtotal, x, weight, stats, key, *options):
     return _rows_like(x, x.dtype), dx, *sums
 
 
+_MASK = "Tensor? key, SymInt site, int threshold, SymInt? rows, SymInt[] place"
 _layer_norm = define_op(
     "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? x_bias, "
-    "Tensor? key, SymInt site, int threshold, SymInt? rows, SymInt[] place, float eps, bool rms)"
-    " -> (Tensor, Tensor, Tensor)",
+    f"{_MASK}, float eps, bool rms) -> (Tensor, Tensor, Tensor)",
     layer_norm_fwd,
     _fake,
 )
 _layer_norm_bwd = define_op(
-    "layer_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor stats, "
-    "Tensor? key, SymInt site, int threshold, SymInt? rows, SymInt[] place, ScalarType x_dtype, "
-    "ScalarType? bias_dtype, ScalarType? x_bias_dtype, bool rms)"
+    f"layer_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor stats, {_MASK}, "
+    "ScalarType x_dtype, ScalarType? bias_dtype, ScalarType? x_bias_dtype, bool rms)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     layer_norm_bwd,
     _bwd_fake,
