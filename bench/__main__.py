@@ -23,18 +23,8 @@ import subprocess
 import sys
 import time
 
-from bench.records import (
-    RESULTS,
-    SCRATCH,
-    ResultFile,
-    check_out,
-    default_path,
-    device_of,
-    homes,
-    machine,
-    machine_line,
-    parser_of,
-)
+from bench import records
+from bench.records import RESULTS, SCRATCH, ResultFile, device_of, homes, machine, machine_line
 from fastpar.comm.ranks import reason
 
 COMMANDS = {  # which are no benches: module with a main()
@@ -60,7 +50,7 @@ def limit_of(name: str, device: str) -> float:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = parser_of("bench", __doc__, device=True, rows=True)
+    parser = records.parser_of("bench", __doc__, device=True, rows=True)
     parser.add_argument("names", nargs="*", metavar="name[:case]", help=", ".join(names()))
     parser.add_argument("--time-limit", type=float, help="seconds for each bench")
     parser.add_argument("--here", action="store_true", help="in this process, without a limit")
@@ -72,10 +62,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise ValueError(
                 f"bench: expected one of {', '.join(names())}, got name={name}; choose one of these"
             )
-    check_out(args, "bench")
+    records.check_out(args, "bench")
     if args.out is None:
         folder = RESULTS if args.commit_results else SCRATCH / ("quick" if args.quick else "full")
-        args.out = default_path(machine(args.device), folder)
+        args.out = records.default_path(machine(args.device), folder)
     return args
 
 
@@ -111,19 +101,6 @@ def run_apart(name: str, args: argparse.Namespace) -> str | None:
     return f"exit code {status}" if status else None
 
 
-def run_all(args: argparse.Namespace) -> dict[str, str]:
-    """Every bench in turn; name -> why it failed."""
-    failures = {}
-    for name in args.names:
-        start = time.monotonic()
-        print(f"== {name}", flush=True)
-        failure = run_apart(name, args)
-        if failure:
-            failures[name] = failure
-        print(f"== {name}: {failure or 'done'}, {time.monotonic() - start:.0f} s", flush=True)
-    return failures
-
-
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
@@ -141,8 +118,14 @@ def main(argv: list[str] | None = None) -> int:
     print(machine_line(machine(args.device)), flush=True)
     # Without a handler SIGTERM would leave the bench that runs behind.
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    failures = {}
     try:
-        failures = run_all(args)
+        for name in args.names:
+            start = time.monotonic()
+            print(f"== {name}", flush=True)
+            if failure := run_apart(name, args):
+                failures[name] = failure
+            print(f"== {name}: {failure or 'done'}, {time.monotonic() - start:.0f} s", flush=True)
     finally:
         signal.signal(signal.SIGTERM, previous)
     results = ResultFile(args.out, machine(args.device))  # what the benches wrote

@@ -82,7 +82,7 @@ def module() -> Found:
     assert RUN.device != "cuda" or _C.built_with_cuda, "the module has no CUDA"
     x, ms = torch.randn(1000, 768, device=RUN.device), []
     torch.testing.assert_close(global_norm([x]).norm.double().cpu(), x.double().norm().cpu())
-    weight, bias = torch.ones(768, device=RUN.device), torch.zeros(768, device=RUN.device)
+    weight, bias = x.new_ones(768), x.new_zeros(768)
     for _ in range(3):
         start = time.perf_counter()
         with trying("layer_norm", OWN):
@@ -543,12 +543,11 @@ def in_turns(name: str, batch_size: int, *names: str, rounds: int = 2, steps: in
     one = bench_of("train", "")
     one.add(*bench_train.to_rows(one, f"{name} T=1024 B={batch_size}", specs, logs, names[0]))
     refused = [f"{n}: {log.refused}" for n, log in logs.items() if log.refused]
-    lines = [
-        f"{r.case}: {r.variant} {r.median_ms:.2f} ms, {r.tokens_per_s:.0f} tokens/s, "
-        f"peak {(r.peak_bytes or 0) / 1e9:.1f} GB, {r.speedup or 1:.2f}x {names[0]}"
-        for r in one.results.rows.values()
-        if r.median_ms
-    ]
+    lines = []
+    for r in (row for row in one.results.rows.values() if row.median_ms):
+        speed = f"{r.median_ms:.2f} ms, {r.tokens_per_s:.0f} tokens/s"
+        more = f"peak {(r.peak_bytes or 0) / 1e9:.1f} GB, {r.speedup or 1:.2f}x {names[0]}"
+        lines.append(f"{r.case}: {r.variant} {speed}, {more}")
     note(lines=lines)
     assert not refused, "\n".join(refused)
     return {"shown": lines[-1], "lines": lines}

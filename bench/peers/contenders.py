@@ -28,11 +28,9 @@ TP, PP = "fastpar TP", "fastpar PP"
 
 @dataclass(frozen=True)
 class Variant:
-    """A strategy, by its title, with settings of fastpar and of DeepSpeed's ZeRO.
-
-    hook: of DDP's gradients, by torch's name; fp8: the layers that multiply in 8 bits, emulated;
-    outer: of replicas that train apart.
-    """
+    """A strategy, by its title, with settings of fastpar and of DeepSpeed's ZeRO. hook: of DDP's
+    gradients, by torch's name; fp8: the layers that multiply in 8 bits, emulated; outer: of
+    replicas that train apart."""
 
     of: str
     parallel: Mapping[str, Any] = field(default_factory=dict)
@@ -59,14 +57,11 @@ VARIANTS: dict[str, Variant] = {
     f"{PP}, zb-v": Variant(PP, {"schedule": "zb-v"}),
     f"{PP}, zb-v, 2 rows": Variant(PP, {"schedule": "zb-v"}, micro_rows=2),
     **{
-        f"fastpar{f', ZeRO-{stage}' * bool(stage)}, {wire}{', whole sequences' * (not split)}": (
-            Variant(
-                TP + f", ZeRO-{stage}" * bool(stage),
-                {"transport": "torch" if wire == "gloo" else wire, "sequence_parallel": split},
-            )
+        f"fastpar{stage}, {wire}{', whole sequences' * (not split)}": (
+            Variant(TP + stage, {"transport": transport, "sequence_parallel": split})
         )
-        for stage in range(4)
-        for wire in ("gloo", "shm")
+        for stage in ("", ", ZeRO-1", ", ZeRO-2", ", ZeRO-3")
+        for wire, transport in (("gloo", "torch"), ("shm", "shm"))
         for split in (True, False)
     },
     "fastpar ZeRO-2, bf16 both": Variant(
@@ -130,8 +125,7 @@ def update_error(
     weights: Iterator[tuple[str, Tensor]], exact: Mapping[str, Tensor], start: Mapping[str, Tensor]
 ) -> float:
     """|w - exact| / |exact - start| over all tensors together, taken one after another."""
-    wrong = moved = 0.0
-    seen = set()
+    wrong, moved, seen = 0.0, 0.0, set()
     for name, value in weights:
         there = value.double()[: len(exact[name])]  # without the rows that fastpar pads
         wrong += float((there - exact[name]).square().sum())

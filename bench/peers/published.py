@@ -37,11 +37,9 @@ TOLERANCE = 0.2  # of a predicted fraction of peak, relative to the reported
 
 @dataclass(frozen=True)
 class Published:
-    """One run: what was trained, how, and what came out.
-
-    family: of rows from one source and software. reported: fraction of the devices' peak.
-    core: Megatron recomputes the core of attention only ("selective" there).
-    """
+    """One run: what was trained, how, and what came out. family: of rows from one source and
+    software; reported: fraction of the devices' peak; core: Megatron recomputes the core of
+    attention only ("selective" there)."""
 
     family: str
     name: str
@@ -52,13 +50,9 @@ class Published:
     core: bool = False
 
     @property
-    def megatron(self) -> bool:
-        return self.family != "llm.c"
-
-    @property
     def counted_flops(self) -> float:
         """FLOPs of a step, as the source counts them."""
-        if not self.megatron:
+        if self.family == "llm.c":
             return float(flops_per_token(self.workload.shape) * self.workload.tokens_per_step)
         shape, seq_len = self.workload.shape, self.workload.seq_len
         passes = 96 if self.family == "arXiv 2104.04473" else 72
@@ -162,7 +156,7 @@ def predict(row: Published, rates: DatasheetRates | None = None) -> tuple[StepTi
     workload, setup = row.workload, row.setup
     rates = rates or DatasheetRates(Cluster.of(row.device, setup.world_size), setup)
     ops, sends = list(ops_of(workload, setup)), list(comm_ops_of(workload, setup))
-    if row.megatron:
+    if row.family != "llm.c":
         ops, sends = list(_megatron_ops(row, ops)), [send._replace(under="") for send in sends]
     time = time_of(workload, setup, rates, ops, sends)
     return time, _fraction(row, time.step_s)

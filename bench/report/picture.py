@@ -42,13 +42,9 @@ def values(panel: Panel, rows: Sequence[Row]) -> dict[str, list[float]]:
     """Label -> what each machine measured, in ascending order."""
     found: dict[str, list[float]] = {}
     for variant, label in panel.bars.items():
-        own = [
-            row
-            for row in rows
-            if (row.bench, row.variant, row.direction) == (panel.bench, variant, "step")
-            and row.case.endswith(panel.case)
-            and row.median_ms is not None
-        ]
+        wanted = panel.bench, variant, "step"
+        own = [r for r in rows if (r.bench, r.variant, r.direction) == wanted]
+        own = [r for r in own if r.case.endswith(panel.case) and r.median_ms is not None]
         numbers = [(r.peak_bytes or 0) / 1e9 if panel.is_memory else r.median_ms for r in own]
         found[label] = sorted(filter(None, numbers))
     return found

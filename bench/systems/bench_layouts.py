@@ -19,15 +19,13 @@ sends the same bytes a step however many tokens it has.
 cp: two ranks, two sequences of 4096 tokens, 2 layers of 256: cp=2 by both methods, tp=2 with
 sequence parallelism, and dp=2, which has a sequence on each rank and, unlike the others, cannot
 train a single one on both; on this host and behind the link. torch's own context parallel is
-missing: on CPUs its attention has no sharding strategy (torch 2.13: NotImplementedError of
-_scaled_dot_product_flash_attention_for_cpu; with SDPBackend.MATH a RuntimeError, "got mixed
-torch.Tensor and DTensor").
+missing: on CPUs its attention has no sharding strategy (torch 2.13).
 
 Memory does not hold all contenders: the first one stays for a whole case, others come a few at a
-time beside it, and within such a group steps take turns. The first one's own row is of the first
-group. `speedup` is its median over the row's, both of the row's group; `loss_difference` the
-largest of all timed steps from the first one's, of the loss. bench/systems/steps.py has the gates.
-Links are real ones (links.py, 1 Gbit/s); without network namespaces their rows are missing.
+time beside it, and steps of such a group take turns. The first one's own row is of the first group.
+`speedup` is its median over the row's, both of the row's group; `loss_difference` the largest of
+all timed steps from the first one's, of the loss. bench/systems/steps.py has the gates. Links are
+real ones (links.py, 1 Gbit/s); without network namespaces their rows are missing.
 """
 
 import tempfile
@@ -43,12 +41,8 @@ from fastpar.observe.strategies import Settings
 from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 
-TIME_LIMIT_S = {
-    "zero": {"cpu": 1800, "cuda": 10},
-    "tp": {"cpu": 475, "cuda": 10},
-    "pp": {"cpu": 3600, "cuda": 10},
-    "cp": {"cpu": 900, "cuda": 10},
-}
+_LIMITS_S = {"zero": 1800, "tp": 475, "pp": 3600, "cp": 900}
+TIME_LIMIT_S = {name: {"cpu": limit, "cuda": 10} for name, limit in _LIMITS_S.items()}
 GPT2 = GPTConfig(12, 12, 768, 256, 50304, dropout=0.0)
 MINI = GPTConfig.preset("mini", vocab_size=4096)
 LONG = GPTConfig(2, 4, 256, 4096, 1024, dropout=0.0)

@@ -90,12 +90,6 @@ def turns_on(link: Link) -> Turns:
     return Turns(lambda trial: start(trial, Rank, link), link, TIMEOUT_S)
 
 
-def choose_rate(config: GPTConfig, backward_ms: float) -> float:
-    """Mbit/s at which all gradients take COMM_RATIO of a backward; two ranks send each once."""
-    numel = sum(shape.numel() for shape in stock.shapes_of(config))
-    return 8e-3 * 4 * numel / (COMM_RATIO * backward_ms)
-
-
 def overlap(bench: Bench) -> None:
     config, rows, rounds, steps = (QUICK, 4, 1, 2) if bench.quick else (WIDE, 8, 2, 3)
     names = QUICK_OVERLAP if bench.quick else (ALONE, *PEERS, *STAGES, OWN)
@@ -108,7 +102,9 @@ def overlap(bench: Bench) -> None:
         turns.start({ALONE: trials[ALONE]})
         phases = turns.ask(ALONE, "phases", 3)
         about = {name: max(rank[name] for rank in phases) for name in phases[0]}
-        link.set_rate(choose_rate(config, about["backward_ms"]))
+        # All gradients, which two ranks send once each, take COMM_RATIO of a backward.
+        numel = sum(shape.numel() for shape in stock.shapes_of(config))
+        link.set_rate(8e-3 * 4 * numel / (COMM_RATIO * about["backward_ms"]))
         probe = statistics.median(all_reduce_ms(link))
         about["link_mbit"] = link.mbit
         about["link_bytes_per_ms"] = PROBE_BYTES / probe
@@ -123,12 +119,7 @@ def overlap(bench: Bench) -> None:
         row = row_of(bench, title, trials[name], log, SAME, [base_ms] if base_ms else [])
         row.tokens_per_s = None
         bench.add(_exposed(row, about, alone_ms))
-    print(
-        f"2 ranks x 1 CPU thread, link of {about['link_mbit']:.0f} Mbit/s (all-reduce of 25 MiB: "
-        f"{about['all_reduce_25MiB_ms']:.0f} ms); alone: forward {about['forward_ms']:.0f}, "
-        f"backward {about['backward_ms']:.0f}, optimizer {about['optimizer_ms']:.0f} ms",
-        flush=True,
-    )
+    print(", ".join(f"{name} {value:.0f}" for name, value in about.items()), flush=True)
 
 
 def _exposed(row: Row, about: dict[str, float], alone_ms: float) -> Row:
@@ -143,13 +134,6 @@ def _exposed(row: Row, about: dict[str, float], alone_ms: float) -> Row:
     return row
 
 
-def steps_of(variant: str, steps: int) -> int:
-    """So many are timed: of replicas two rounds from one meeting to the next."""
-    if variant in RARE:
-        return 2 * VARIANTS[variant].outer["every"]
-    return max(5, steps) if variant == ALONE else steps
-
-
 def wires(bench: Bench) -> None:
     for mbit, group in [*itertools.product(RATES, GROUPS), (FREE, "replicas")]:
         config, steps = (QUICK, 1) if bench.quick else (SHORT, 1 if mbit == RATES[1] else 5)
@@ -160,8 +144,11 @@ def wires(bench: Bench) -> None:
         trials = {name: trial_of(name, config, 2) for name in GROUPS[group]}
         with Link(mbit) as link, turns_on(link) as turns:
             for name, trial in trials.items():
+                count = max(5, steps) if name == ALONE else steps
+                if name in RARE:  # of replicas two rounds from one meeting to the next
+                    count = 2 * VARIANTS[name].outer["every"]
                 turns.start({name: trial})
-                turns.each(lambda name: turns.turn(name, steps_of(name, steps), 1), [name])  # noqa: B023
+                turns.each(lambda name, n=count: turns.turn(name, n, 1), [name])  # type: ignore[misc]
                 turns.close(name)
         judge_losses(turns.logs, DDP, lambda v: EXACT_BOUND if v in EXACT else WIDE_BOUND, [ALONE])
         for row in _wire_rows(bench, title, turns, mbit):

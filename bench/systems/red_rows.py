@@ -96,27 +96,20 @@ def strategy(way: Way, model: nn.Module, accumulate: int) -> Run:
     name = NAMES.get(way.name, SINGLE)
     settings = Settings(lr=EPS * way.gain, eps=EPS, weight_decay=0.0)
     made = strategies.build(name, lambda: model, settings)
-    return Run(
-        made.model,
-        lambda loss: made._backward(loss, accumulate),
-        made._update,
-        lambda: _named(made.weights()),
-    )
+
+    def backward(loss: Tensor) -> None:
+        made._backward(loss, accumulate)
+
+    return Run(made.model, backward, made._update, lambda: _named(made.weights()))
 
 
 def deepspeed(way: Way, model: nn.Module, accumulate: int) -> Run:
     package = import_deepspeed("cpu")
     package.init_distributed(dist_backend="gloo", verbose=False)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": accumulate,
-        "zero_optimization": {"stage": way.stage},
-        "bf16": {"enabled": way.dtype == torch.bfloat16},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "gradient_clipping": 0.0,
-        "steps_per_print": 10**9,
-    }
+    config: Any = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulate}
+    config |= {"zero_optimization": {"stage": way.stage}, "gradient_clipping": 0.0}
+    config |= {"bf16": {"enabled": way.dtype == torch.bfloat16}, "steps_per_print": 10**9}
+    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     lr = EPS * way.gain
     opt = torch.optim.AdamW(model.parameters(), lr=lr, eps=EPS, weight_decay=0.0)
     engine, *_ = package.initialize(model=model, optimizer=opt, config=config)
