@@ -210,7 +210,7 @@ def _in_memory_order(t: Tensor, op: str) -> Tensor:
 
 def new_moment(param: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """A moment of zeros for a dense parameter, with its scales for torch.uint8."""
-    if dtype not in (torch.float32, torch.bfloat16, torch.uint8):
+    if dtype not in MOMENT_CODES:
         raise ValueError(
             "new_moment: expected dtype torch.float32, torch.bfloat16 or torch.uint8, got "
             f"dtype={dtype}; choose one of these"
@@ -516,12 +516,9 @@ def adamw_step_(
             None for bf16 to be rounded stochastically; None for each fp32 one.
         max_exp_avg_sqs: largest exp_avg_sqs so far: amsgrad. Not with uint8 moments.
         exp_avg_scales, exp_avg_sq_scales: of uint8 moments, fp32.
-        grad_scale: fp32 [] on the parameters' device, multiplied into every gradient (clip factor,
-            1 / loss scale); None means 1.
+        grad_scale: fp32 [] on the parameters' device, multiplied into every gradient; None: 1.
         found_inf: fp32 [] there; if not 0, nothing changes except gradients under zero_grad.
-            Without it non-finite gradients go into the parameters.
-        maximize: ascend instead of descend.
-        zero_grad: leave zeros in the gradients.
+        maximize: ascend. zero_grad: leave zeros in the gradients.
         stochastic_rounding_seed: of the random bits of stochastic rounding; required for bf16
             parameters without master; None is 0 for bf16 and uint8 moments.
         first_indices: index of each parameter's first element among the random bits; a multiple of
@@ -534,8 +531,7 @@ def adamw_step_(
             (FASTPAR_BACKEND=torch).
     Traffic: per element 28 bytes in fp32; in general the gradient is read, and parameter, moments
         and master are read and written (a parameter with a full master is only written).
-    Deterministic: yes; the same bits for any division of a tensor, any number of threads and any
-        instruction set.
+    Deterministic: yes, bitwise, for any division of a tensor, threads and instruction set.
     Oracle: fastpar.kernels.reference.adamw_step_ref
     Source: Loshchilov, Hutter 2019, arXiv 1711.05101; stochastic rounding of bf16: Zamirai et al.
         2020, arXiv 2010.06192; 8-bit moments in blocks: Dettmers et al. 2022, arXiv 2110.02861

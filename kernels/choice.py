@@ -8,9 +8,8 @@ times, and fastpar's kernels give the same bits in every call. fastpar/doctor ma
 file imports it by the name PROVER, so that the ops work without it. On CUDA a class without a proof
 is proven at its first call, on a CPU only by `fastpar doctor`: tests cover the CPU's kernels.
 
-[Note: no trial here] Nothing is proven while a graph is captured: an unproven class then runs as
-stock PyTorch. While torch.compile or a fake tensor traces, the op is kept; its call decides when it
-runs.
+[Note: no trial here] While a graph is captured an unproven class runs as stock PyTorch. While
+torch.compile or a fake tensor traces, the op is kept; its call decides when it runs.
 """
 
 import importlib
@@ -116,13 +115,12 @@ def may_run(op: str, x: Tensor) -> bool:
         return True
     proof = proofs.get(_key_of(op, x))  # type: ignore[call-overload]
     if proof is None:
-        case = case_of(op, x)
         if not x.is_cuda or not is_real(x):
             return True
         if torch.cuda.is_current_stream_capturing():
             return False
-        proof = importlib.import_module(PROVER).prove_first_use(case, x)
-        proofs[case] = proof
+        case = case_of(op, x)
+        proof = proofs[case] = importlib.import_module(PROVER).prove_first_use(case, x)
     if proof.own_ms[0] and torch.are_deterministic_algorithms_enabled():
         return True  # it is right, or there would be no times
     return proof.chosen == OWN

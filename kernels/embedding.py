@@ -261,9 +261,8 @@ def embedding(
             id outside [0, V), on CPU; dropout_p outside [0, 1); a key or site that the mask cannot
             hold; an rng for a slice of a mask.
         RuntimeError: a second derivative is requested.
-    Ids outside [0, V) on a GPU, where no check waits: the row is NaN (0 where dropped) and has
-    no gradient; nothing outside the tables is read or written. (With FASTPAR_BACKEND=torch or fp64,
-    torch's device-side assert.)
+    Ids outside [0, V) on a GPU: the row is NaN (0 where dropped) and has no gradient; nothing
+    outside the tables is read or written. (FASTPAR_BACKEND=torch, fp64: a device-side assert.)
     Traffic: 2 * x.numel() * x.element_size() bytes forward; backward reads dx once per table
         and writes dwte once, or with wte_grad only the rows that occur.
     Deterministic: yes, bitwise.

@@ -24,17 +24,16 @@ _library = torch.library.Library("fastpar", "FRAGMENT")
 class Op:
     """An op of torch.library that plain eager calls reach without the dispatcher.
 
-    [Note: eager calls] The dispatcher parses every argument twice, once for autograd and once for
-    the device, which costs as much as a small kernel. So a call on plain CPU or CUDA tensors, with
-    no active mode, transform or tracer, goes straight to the implementation (through
-    autograd.Function if a gradient is needed, which torch's profiler sees). All other calls see the
-    op: torch.compile, and the profiler if no gradient is needed.
+    [Note: eager calls] The dispatcher parses every argument twice, for autograd and for the device,
+    which costs as much as a small kernel. So a call on plain CPU or CUDA tensors, with no active
+    mode, transform or tracer, goes straight to the implementation (through autograd.Function if a
+    gradient is needed). All other calls see the op: torch.compile, and the profiler.
 
     [Note: unusual tensors] Implementations read memory by address, so a tensor is plain only if its
     memory holds its values. A lazily negated tensor (the negative bit of z.conj().imag) is made
-    plain here, for inputs and for the gradients that reach a backward op; a batch of gradients
-    (is_grads_batched) goes through the dispatcher, which calls the op for each; a sparse tensor and
-    a tangent of forward-mode AD are refused.
+    plain here, as input and as gradient; a batch of gradients (is_grads_batched) goes through the
+    dispatcher, which calls the op for each; a sparse tensor and a tangent of forward-mode AD are
+    refused.
 
     [Note: transforms] Under torch.func's grad and vmap the op is an autograd.Function of the form
     that these require: vmap is a loop, and backward may itself be recorded, but not differentiated.

@@ -7,10 +7,9 @@ bits depend only on (seed, index), so dividing x at multiples of the block chang
 error feedback the buffer takes what the codes lost and adds it back in the next call: sums over
 calls are those of the inputs.
 
-Scales are at least 2^-126 (smaller blocks lose what is below that), except that of a block of
-zeros, which is 0. A block with an inf or nan has that scale and decodes to nan as a whole, so that
-an overflow is visible after the collective too; its error is unchanged, because such a step is
-skipped (in place it becomes 0).
+Scales are at least 2^-126, except that of a block of zeros, which is 0. A block with an inf or nan
+has that scale and decodes to nan as a whole, so that an overflow is visible after the collective
+too; its error is unchanged, because such a step is skipped (in place it becomes 0).
 The bits are the same for any number of threads, instruction set and device (csrc/quantize_math.h).
 Source: Seide et al. 2014 (error feedback), Interspeech.
 """
@@ -147,8 +146,7 @@ def quantize_blockwise(
         ValueError: other bits, block, seed or first_index; an error that does not fit x.
         RuntimeError: seed with FASTPAR_BACKEND=torch.
     Traffic: bytes of x (and twice of error) read and written, 1 + 4 / block bytes per element.
-    Deterministic: yes, bitwise, for any number of threads, device, instruction set and any division
-        at multiples of block.
+    Deterministic: yes, bitwise, for any threads, device, instruction set and cut at whole blocks.
     Oracle: fastpar.kernels.reference.quantize_blockwise_ref
     """
     op = "quantize_blockwise"

@@ -32,8 +32,6 @@ of the three kernels. Kept, it takes B * H * T * Tk / 8 bytes a layer (T and Tk 
 faster, `python -m bench tune` measures it. The default is kept on Hopper, where kernels that draw
 cannot load keys ahead: with registers for Philox and tiles in flight the assembler waits for each
 matrix product. Calls with documents draw: only the GPU knows how many blocks a document has.
-
-Source: Vaswani et al. 2017, arXiv 1706.03762; Dao et al. 2022, arXiv 2205.14135.
 """
 
 import math
@@ -411,26 +409,23 @@ def attention(
         softmax_scale: > 0; D**-0.5 when None.
         dropout_p: of the probabilities; rounded to a multiple of 1/256.
         rng: key and site of the mask, the model's head that is q's first (first_head), and the
-            mask's row of q's first query (first_row; not with cu_seqlens): queries that are the
-            last of their keys have first_row=Tk - T in the full mask. None draws a key from torch's
-            default generator.
+            mask's row of q's first query (first_row; not with cu_seqlens): Tk - T for queries that
+            are the last of their keys. None draws a key from torch's default generator.
         cu_seqlens: int32 [n + 1] on q's device, for n documents one after another: then q is
-            [total, H, D], k and v are [total, Hkv, D], and document i is rows cu_seqlens[i] to
-            cu_seqlens[i + 1]; see [Note: documents].
+            [total, H, D], k and v are [total, Hkv, D]; see [Note: documents].
     Returns:
         o: shape of q, contiguous.
     Raises:
         ValueError: shapes, dtypes or devices that differ from the above; no key; dropout_p outside
             [0, 1); a key, site, heads or row that the mask cannot hold; an rng with rows; on the
             CPU, cu_seqlens that do not increase from 0 to total.
-        RuntimeError: a second derivative is requested (only torch's own kernel, which runs under
-            FASTPAR_BACKEND=torch without dropout and documents, supports it); no Triton on a
-            machine with a GPU.
+        RuntimeError: a second derivative is requested (only torch's own kernel supports it, under
+            FASTPAR_BACKEND=torch without dropout and documents); a GPU without Triton.
     Traffic: (2 * q.numel() + k.numel() + v.numel()) * q.element_size() bytes forward.
     Deterministic: yes, bitwise, forward and backward, for any number of threads (torch's own
         kernel: as torch's backend).
     Oracle: fastpar.kernels.reference.attention_ref
-    Source: Vaswani et al. 2017, arXiv 1706.03762
+    Source: Vaswani et al. 2017, arXiv 1706.03762; Dao et al. 2022, arXiv 2205.14135
     """
     _check_inputs(q, k, v, cu_seqlens is not None)
     return _run(q, k, v, causal, softmax_scale, dropout_p, rng, cu_seqlens)
@@ -447,12 +442,8 @@ def attention_qkvpacked(
             strides with a contiguous last dimension. The rest as in attention().
     Returns:
         o: [B, T, H, D] or [total, H, D], contiguous.
-    Raises:
-        ValueError, RuntimeError: as attention().
     Traffic: 4/3 * qkv.numel() * qkv.element_size() bytes forward.
-    Deterministic: as attention().
-    Oracle: fastpar.kernels.reference.attention_ref
-    Source: Vaswani et al. 2017, arXiv 1706.03762
+    Raises, Deterministic, Oracle, Source: as attention().
     """
     shape = "[B, T, 3, H, D]" if cu_seqlens is None else "[total, 3, H, D]"
     _check_tensor("qkv", qkv, shape)

@@ -1,10 +1,9 @@
 """Attention in torch ops, one block of heads and queries at a time.
 
-For fp64, FASTPAR_BACKEND=torch and devices without a kernel of ours. Formulas, mask and
-[Note: causal] are those of kernels/attention/__init__.py. A sample of a batch and a document of a
-packed sequence are treated alike, [T, H, D]; all of its [H, T, Tk] scores are never alive at once.
-Kept for backward: the inputs and the key of the mask; P and M are computed again, with the same
-bits. Without dropout and documents torch has its own kernel: sdpa().
+For fp64, FASTPAR_BACKEND=torch and devices without a kernel of ours. Formulas, mask, what is kept
+for backward and [Note: causal] are those of kernels/attention/__init__.py. A sample of a batch and
+a document are treated alike, [T, H, D]; all of its [H, T, Tk] scores are never alive at once.
+Without dropout and documents torch has its own kernel: sdpa().
 """
 
 import itertools

@@ -5,11 +5,10 @@ warps: two consumers, groups of four warps that own HALF queries each, and a pro
 warp issues all copies from global memory (TMA) while the consumers compute.
 
 [Note: barriers] Q, K and V are rings of slots in shared memory; ring() gives slot and phase of the
-n-th use. The producer fills a slot once both consumers have arrived at its `empty` barrier, the
-consumers read it once the bytes announced at its `full` barrier have arrived. A producer that waits
-for the phase before the first passes at once: the slots start empty. tests/ops/
-test_attention_hopper.py runs this file's roles as Python, with numbers, and proves every order of
-their barriers, copies and products safe.
+n-th use. The producer fills a slot once both consumers have arrived at its `empty` barrier (at once
+in the first phase), the consumers read it once the bytes announced at its `full` barrier have
+arrived. tests/ops/test_attention_hopper.py runs this file's roles as Python, with numbers, and
+proves every order of their barriers, copies and products safe.
 
 [Note: overlap] A consumer issues QK(j), then PV(j - 1), and computes the softmax of QK(j) while
 PV(j - 1) is in flight. Nothing visible to the assembler orders that softmax before the wait for

@@ -11,7 +11,6 @@ CPU the erf form is torch's. Saved for backward: x and bias, the inputs, so that
 kept; u and the sigmoid are recomputed. dbias sums fixed blocks of rows, the blocks in order, so its
 bits depend neither on threads nor on the run. Tile sizes of the Triton kernels per GPU:
 gelu_configs.json is arch -> Config; see config_table.py.
-Source: Hendrycks, Gimpel 2016, arXiv 1606.08415.
 """
 
 import itertools
