@@ -10,6 +10,7 @@ for a person) and logs.tar.gz. `python -m bench ingest report.json` makes result
 short, those at the end are not started; cells with must=True keep their seconds to the last.
 """
 
+import collections
 import contextlib
 import faulthandler
 import json
@@ -233,9 +234,7 @@ def report(head: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
     if "ceilings" in head:
         copy, product, what = head["ceilings"]
         lines.append(f"ceilings: copy {copy:.0f} GB/s, {what} {product:.0f} TFLOP/s")
-    count = {
-        s: sum(r["status"] == s for r in rows) for s in dict.fromkeys(r["status"] for r in rows)
-    }
+    count = collections.Counter(row["status"] for row in rows)
     lines += [f"{head['seconds']:.0f} s: " + ", ".join(f"{n} {s}" for s, n in count.items()), ""]
     for row in rows:
         if row["status"] not in ("ok", "no time"):

@@ -18,12 +18,8 @@ from fastpar.doctor.table import SHIPPED, file_name
 
 
 def ingest(path: Path, results: Path = RESULTS, package: Path = ROOT) -> list[str]:
-    """Takes over one report; what became of its parts.
-
-    Raises:
-        ValueError: it is no report, or a rehearsal for the committed results, or its rows are of
-            another format.
-    """
+    """Takes over one report; what became of its parts. ValueError: it is no report, or a rehearsal
+    for the committed results, or its rows are of another format."""
     try:
         report = json.loads(path.read_text())
         about, cells = report["about"], list(report["cells"])

@@ -140,9 +140,7 @@ def judge(
     names: Sequence[str] = (),
 ) -> tuple[list[Broken], set[tuple[str, str]]]:
     """(broken rules, exemptions that were needed); row["exempt"] gets the reasons of the latter.
-
-    names: that exemptions are for; empty: the kernel with each of its calls.
-    """
+    names: that exemptions are for; empty: the kernel with each of its calls."""
     if "error" in row:
         return [Broken(row, "compiles", row["error"])], set()
     broken: list[Broken] = []

@@ -151,10 +151,8 @@ def _held(product: Instruction) -> set[int]:
 
 def in_flight(code: Sequence[Instruction], name: str) -> tuple[int, int]:
     """(instructions of this name that run while a warp group's product is in flight, instructions
-    that write its registers meanwhile), in the order of the listing.
-
-    A group of products ends with gsb0; WARPGROUP.DEPBAR.LE gsb0, n waits until n are in flight.
-    """
+    that write its registers meanwhile), in the order of the listing. A group of products ends with
+    gsb0; WARPGROUP.DEPBAR.LE gsb0, n waits until n are in flight."""
     found = wrong = 0
     groups: list[set[int]] = []
     open_group = False

@@ -164,22 +164,16 @@ def torch_adamw(**kind: Any) -> Callable[[list[Tensor]], Any]:
     return lambda params: torch.optim.AdamW(params, **HYPER, **kind)
 
 
-def peer_calls(
-    shapes: Sequence[torch.Size], device: str, **how: Any
-) -> dict[str, Callable[[], list[Call]]]:
+def peer_calls(shapes: Sequence[torch.Size], device: str, **how: Any) -> dict[str, Any]:
     """Optimizers of other packages on fp32 parameters; one that is missing raises when made."""
-    return {
-        name: optimizer_calls(make, shapes, device, **how)
-        for name, make in packages.adamws(device, HYPER).items()
-    }
+    others = packages.adamws(device, HYPER).items()
+    return {name: optimizer_calls(make, shapes, device, **how) for name, make in others}
 
 
 def check(variant: str, mode: Mode, device: str) -> None:
-    """Two steps of odd sizes in a storage mode, the second one against fp64.
-
-    A parameter is used before it is stored, so that its error is that of fp32; stored without a
-    master, it lies within one gap of bf16.
-    """
+    """Two steps of odd sizes in a storage mode, the second one against fp64. A parameter is used
+    before it is stored, so that its error is that of fp32; stored without a master, it lies within
+    one gap of bf16."""
     if not variant.startswith("fastpar"):
         return
     if variant == "fastpar AdamW":

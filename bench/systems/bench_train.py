@@ -18,7 +18,7 @@ may be at most twice that of plain PyTorch in the same precision, plus one round
 
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -119,11 +119,9 @@ class Variant:
         return model, AdamW(groups, lr=spec.lr, betas=BETAS, **common)
 
     def steps(self, count: int) -> dict[str, list]:
-        """Run the next steps; ms of each (CPU) or their mean (GPU), losses.
-
-        On a GPU the first two of more than four are not timed: they take the memory back that
-        was handed to the other variants, and training waits for nothing between steps.
-        """
+        """Run the next steps; ms of each (CPU) or their mean (GPU), losses. On a GPU the first two
+        of more than four are not timed: they take the memory back that was handed to the other
+        variants, and training waits for nothing between steps."""
         first, self.count = self.count, self.count + count
         batches = [self._batch(first + i) for i in range(count)]
         on_gpu = self.spec.device == "cuda"
@@ -228,11 +226,9 @@ class Variant:
             grads[dtype] = {n: p.grad.double() for n, p in plain.named_parameters()}  # type: ignore
         exact = grads[torch.float64]
         zero = dict.fromkeys(exact, torch.zeros((), dtype=torch.float64))
-        return {
-            "error": update_error(iter(ours.items()), exact, zero),
-            "stock_error": update_error(iter(grads[precision].items()), exact, zero),
-            "eps": torch.finfo(precision).eps,
-        }
+        both = {"error": ours, "stock_error": grads[precision]}
+        errors = {name: update_error(iter(g.items()), exact, zero) for name, g in both.items()}
+        return {**errors, "eps": torch.finfo(precision).eps}
 
     def _gradients(self) -> dict[str, Tensor]:
         """Name -> gradient (mean over ranks) in fp64, without the vocabulary's padding."""
@@ -269,8 +265,10 @@ def take_turns(
                 turns.close(name)  # the gate below needs memory for fp64 gradients
 
         def gate(name: str) -> None:
-            if specs[name].kind == "fastpar":
-                judge(turns.ask(name, "check"))
+            own, what = specs[name].kind == "fastpar", "gradients: expected an error against fp64"
+            for rank, answer in enumerate(turns.ask(name, "check") if own else ()):
+                bound = 2 * answer["stock_error"] + answer["eps"]
+                judge_error(rank, what, answer["error"], bound)
 
         for name, spec in specs.items():
             turns.start({name: spec})
@@ -279,13 +277,6 @@ def take_turns(
         turns.each(finish)
         turns.each(gate)
     return logs
-
-
-def judge(answers: Sequence[dict[str, float]]) -> None:
-    """Raises RankFailed when gradients are wrong."""
-    for rank, answer in enumerate(answers):
-        bound = 2 * answer["stock_error"] + answer["eps"]
-        judge_error(rank, "gradients: expected an error against fp64", answer["error"], bound)
 
 
 def to_rows(

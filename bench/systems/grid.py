@@ -76,8 +76,7 @@ class LinkedRank:
 
 def on_link(mbit: float) -> dict[str, dict[str, Any]]:
     """Steps of every layout on 4 real ranks: ms of the slowest rank, bytes that it sent."""
-    rows: dict[str, dict[str, list[float]]]
-    rows = {name: {"ms": [], "losses": [], "sent": []} for name in LAYOUTS}
+    rows: dict[str, Any] = {name: {"ms": [], "losses": [], "sent": []} for name in LAYOUTS}
     with links.Link(mbit, 4) as link:
         for name in (*LAYOUTS, *reversed(LAYOUTS)):  # there and back, whatever becomes slower
             row, target = rows[name], "bench.systems.grid:LinkedRank"
@@ -94,19 +93,17 @@ def on_link(mbit: float) -> dict[str, dict[str, Any]]:
     apart = max(abs(a - b) / b for row in rows.values() for a, b in zip(row["losses"], first))
     if not apart <= LOSS_BOUND:
         raise AssertionError(f"bench grid: losses of layouts are {apart:.1e} apart")
-    return {
-        name: {"ms": statistics.median(row["ms"]), "all_ms": row["ms"], "sent": max(row["sent"])}
-        for name, row in rows.items()
-    }
+    for row in rows.values():
+        row |= {"ms": statistics.median(row["ms"]), "all_ms": row["ms"], "sent": max(row["sent"])}
+        del row["losses"]
+    return rows
 
 
 def on_paper(
     ranks: int, layout: dict[str, Any], shape: GPTConfig = XL, batch: int | None = None
 ) -> list[str]:
     """MB sent, inside of layers and in all, messages; MB of weights and moments, and of the peak.
-
-    Without a batch: 4 sequences a rank, in bf16.
-    """
+    Without a batch: 4 sequences a rank, in bf16."""
     workload = Workload(shape, batch or 4 * ranks)
     dtype = "bf16" if batch is None else "fp32"
     made: Any = {"device_type": "cpu", "transport": "shm", "dtype": dtype, **layout}

@@ -53,11 +53,9 @@ MEMORY_BYTES = 1 << 30  # that two more ranks need
 
 @dataclass(frozen=True)
 class Trial:
-    """What ranks train; name is the row's variant, title the contender's if it has another.
-
-    rows: sequences of a step, over all ranks. stock: fastpar, too, trains plain PyTorch's model.
-    folder: where the exact weights lie; "": there are none. linked: ranks are behind a link.
-    """
+    """What ranks train; name is the row's variant, title the contender's if it has another. rows:
+    sequences of a step, over all ranks. stock: fastpar, too, trains plain PyTorch's model. folder:
+    where the exact weights lie; "": there are none. linked: ranks are behind a link."""
 
     name: str
     config: GPTConfig
@@ -99,8 +97,13 @@ class Rank:
         if trial.ranks > 1:
             dist.init_process_group("gloo", timeout=timedelta(seconds=trial.timeout_s))
         if trial.name.startswith("DeepSpeed"):
-            if trial.linked:
-                _without_shared_memory()
+            if (
+                trial.linked
+            ):  # it would compile an operator by which ranks of one host skip the link
+                os.environ["DS_ACCELERATOR"] = "cpu"
+                with contextlib.suppress(ImportError):  # build() says that it is not installed
+                    ops = importlib.import_module("deepspeed.ops").__compatible_ops__
+                    ops["deepspeed_shm_comm"] = False
             import_deepspeed(trial.device)
         before = memory_mb()[0]
         title = trial.title or trial.name
@@ -157,13 +160,6 @@ class Rank:
             for _ in self.made.weights():
                 error = 0.0
         return {"error": error, "first_loss": self.first["losses"][0]}
-
-
-def _without_shared_memory() -> None:
-    """DeepSpeed would compile an operator by which ranks of one host pass the link by."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    with contextlib.suppress(ImportError):  # build() says that it is not installed
-        importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class Reference:
@@ -271,9 +267,7 @@ class Log:
 
 class Turns:
     """Contenders that live side by side and take turns; a failure stops only its own.
-
-    begin(trial) -> its processes, whose ask(command, ...) has the answers of all ranks.
-    """
+    begin(trial) -> its processes, whose ask(command, ...) has the answers of all ranks."""
 
     def __init__(
         self, begin: Callable[[Any], Any], link: Link | None = None, timeout_s: float = 600.0
@@ -388,10 +382,8 @@ def run_case(
     link: Link | None = None,
 ) -> None:  # fmt: skip
     """Groups of trials beside base, which stays; a group's rows are kept as soon as it is done, and
-    base's own row is of the first group's turns.
-
-    On this host the gate is that of weights, behind a link that of losses.
-    """
+    base's own row is of the first group's turns. On this host the gate is that of weights, behind a
+    link that of losses."""
     reference, warm = None, int(link is not None)
     if link is None:
         exact = Trial("", base.config, base.folder, 1, threads=2, rows=base.rows)

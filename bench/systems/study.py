@@ -61,10 +61,8 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Study:
-    """cells: name -> settings; run(cell) -> what is measured; word: of cells, in the rows.
-
-    seeds; steps: the setting that --steps-divided-by divides; common: of all cells.
-    """
+    """cells: name -> settings; run(cell) -> what is measured; word: of cells, in the rows; steps:
+    the setting that --steps-divided-by divides; common: settings of all cells."""
 
     folder: str
     word: str
@@ -94,12 +92,10 @@ def by_command(cell: Settings) -> Settings:
         raise RuntimeError(f"study: expected a last validation, got {printed[-500:]!r}")
     config = TrainConfig().replace(settings)
     shape = config.model_config(vocab_size=1)
-    return {
-        "tokens": config.run.max_steps * config.text.batch_size * shape.block_size,
-        "val_loss": float(loss[1]),
-        "bits_per_byte": float(bits[1]),
-        "cpu_s": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime),
-    }
+    tokens = config.run.max_steps * config.text.batch_size * shape.block_size
+    seconds = round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    found = {"val_loss": float(loss[1]), "bits_per_byte": float(bits[1])}
+    return {"tokens": tokens, **found, "cpu_s": seconds}
 
 
 QUIET = {"threads": 1, "eval_every": 0, "save_every": 0, "num_samples": 0, "device": "cpu"}
@@ -275,14 +271,11 @@ def muon_step(cell: Settings) -> Settings:
     setup = Setup(world_size=ranks, zero_stage=stage, optimizer="muon", **on_cpu)
     workload = Workload(GPTConfig(**shape, dropout=0.0), ranks)
     (homes,) = updates_of(workload.shape, buckets_of(workload, setup), setup)
-    return {
-        "sharded_ms": round(sharded, 1),
-        "repeated_ms": round(repeated, 1),
-        "ratio": round(sharded / repeated, 3),
-        "least_ratio": round(min(slowest[0]) / min(slowest[1]), 3),
-        "sent_bytes": [int(times[2][0]) for times in found],
-        "formula_bytes": [product_bytes(setup) * sent.dp for sent in homes.sent],
-    }
+    row: Settings = {"sharded_ms": round(sharded, 1), "repeated_ms": round(repeated, 1)}
+    row["ratio"] = round(sharded / repeated, 3)
+    row["least_ratio"] = round(min(slowest[0]) / min(slowest[1]), 3)
+    row["sent_bytes"] = [int(times[2][0]) for times in found]
+    return row | {"formula_bytes": [product_bytes(setup) * sent.dp for sent in homes.sent]}
 
 
 OF_MUON = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 32, "vocab_size": 4096}
