@@ -86,7 +86,9 @@ class ConfigTable(Generic[C]):
         for name, values in self._allowed.items():
             values = values(key[0]) if callable(values) else values
             if entry[name] not in values:
-                raise refuse(_rule(values), name, entry[name])
+                rule = " or ".join(", ".join(map(str, values)).rsplit(", ", 1))
+                rule = f"{values[0]} to {values[-1]}" if isinstance(values, range) else rule
+                raise refuse(rule, name, entry[name])
         return self.kind(**entry)
 
     def _load(self, path: Path) -> dict[Place, C]:
@@ -124,12 +126,6 @@ class ConfigTable(Generic[C]):
 
 def _shown(key: Place) -> str:
     return " / ".join(map(str, key))
-
-
-def _rule(values: Values) -> str:
-    if isinstance(values, range):
-        return f"{values[0]} to {values[-1]}"
-    return " or ".join(", ".join(map(str, values)).rsplit(", ", 1))
 
 
 def render(table: dict[str, Any]) -> str:

@@ -96,18 +96,15 @@ class Op:
                     "(inplace, wte_grad, weight_grad)"
                 )
             return self._transformed.apply(*args)
-        negative = False
-        for a in args:
-            if isinstance(a, Tensor):
-                check_dense(self.name, "a tensor", a)
-                negative = negative or a.is_neg()
-        if negative and not self.mutates:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        for a in tensors:
+            check_dense(self.name, "a tensor", a)
+        if not self.mutates and any(a.is_neg() for a in tensors):
             return self(*(a.resolve_neg() if isinstance(a, Tensor) else a for a in args))
         return self.overload(*args)
 
     def _refuse_tangents(self, args: tuple) -> None:
-        lists = ((a,) if isinstance(a, Tensor) else a if isinstance(a, list) else () for a in args)
-        for a in itertools.chain.from_iterable(lists):
+        for a in itertools.chain.from_iterable(a if isinstance(a, list) else (a,) for a in args):
             if isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None:
                 raise RuntimeError(
                     f"{self.name}: expected tensors without tangents, got forward-mode AD (jvp, "
@@ -134,16 +131,18 @@ class Op:
                 return torch.stack(results), 0
             return tuple(map(torch.stack, zip(*results))), (0,) * len(results[0])
 
-        methods = {
-            "forward": staticmethod(forward),
-            "setup_context": staticmethod(lambda *args: self.setup_context(*args)),
-            "backward": staticmethod(lambda *args: self.backward(*args)),
-            "vmap": staticmethod(vmap),
-        }
-        return type(self.name, (torch.autograd.Function,), methods)
+        return _function(
+            self.name, forward=forward, vmap=vmap, backward=lambda *args: self.backward(*args),
+            setup_context=lambda *args: self.setup_context(*args),
+        )  # fmt: skip
 
     def _no_backward(self, ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(_one_backward(_stem(self.name), "a derivative of its gradient"))
+
+
+def _function(name: str, **methods: Callable[..., Any]) -> Any:
+    static = {key: staticmethod(method) for key, method in methods.items()}
+    return type(name, (torch.autograd.Function,), static)
 
 
 def _kind(a: Any) -> Any:
@@ -325,14 +324,12 @@ def define_autograd(
         setup_of_transform(ctx, inputs, output)
         return output[:-by_products] if by_products else output
 
-    def function(forward: Callable[..., Any]) -> Any:
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_of_some)}
-        return type(op.name, (torch.autograd.Function,), methods)
-
-    _library.impl(op.name, function(through_dispatcher).apply, "Autograd")
+    through = _function(op.name, forward=through_dispatcher, backward=backward_of_some)
+    _library.impl(op.name, through.apply, "Autograd")
     # Without Function.apply's checks for transforms and the wrappers that they leave, which
     # __call__ has already made.
-    op.apply = super(torch.autograd.Function, function(eager)).apply
+    at_once = _function(op.name, forward=eager, backward=backward_of_some)
+    op.apply = super(torch.autograd.Function, at_once).apply
     op.setup_context, op.backward = setup_of_transform, backward_of_transform
 
 

@@ -134,7 +134,7 @@ def block_columns(C: int) -> int:
 
 def _rows_and_columns(x: Tensor) -> tuple[int, int]:
     C = x.shape[-1] if x.dim() else 1
-    return x.numel() // C if C else 0, C
+    return x.numel() // max(1, C), C
 
 
 def bias_gelu_fwd(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
