@@ -115,8 +115,9 @@ def summed(parts: Tensor) -> Tensor:
 
 def _bwd_fake(dy, x, weight, counts, need, apart):
     lead = (counts.numel() // weight.shape[0],) if apart else ()
-    shapes = x.shape, (*lead, *weight.shape), (*lead, *weight.shape[:2])
-    return tuple(x.new_empty(shape if needed else (0,)) for shape, needed in zip(shapes, need))
+    shapes = (*lead, *weight.shape), (*lead, *weight.shape[:2])
+    sums = (x.new_empty(shape if needed else (0,)) for shape, needed in zip(shapes, need[1:]))
+    return torch.empty_like(x) if need[0] else x.new_empty(0), *sums
 
 
 _grouped_linear = define_op(

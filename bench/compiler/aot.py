@@ -180,12 +180,15 @@ def _tiles(ttir: str, what: str, threads: int) -> int:
     return descriptors + sum(math.prod(map(int, s.split("x"))) >= threads for s in shapes)
 
 
+_DOT = re.compile(
+    r"(?:tt\.|warp_group_)dot(?:_scaled)? .*? : (?:tensor|!ttg\.memdesc)<[\dx]*x(\w+)"
+)
+
+
 def measure(job: Job, compiled: Any) -> Row:
     code, registers, stack_bytes = sass.disassemble(compiled.asm["cubin"])
     ttir = compiled.asm.get("ttir") or compiled.asm["ttgir"]  # Gluon begins with the latter
-    dots = re.findall(
-        r"(?:tt\.dot|warp_group_dot)(?:_scaled)? .*? : (?:tensor|!ttg\.memdesc)<[\dx]*x(\w+)", ttir
-    )
+    dots = _DOT.findall(ttir)
     kind = "matrix" if dots else "memory"
     loop = sass.main_loop(code)
     # Where a memory kernel's traffic is: its main loop, if that loads.

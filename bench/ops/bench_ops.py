@@ -4,10 +4,9 @@ Most are cases of kernels/cases.py: the one that is timed, and the same op at fe
 judged; stock PyTorch's own function stands beside it. Others are written out here:
 
 attention: causal, on GPT-2's packed c_attn output, against SDPA with each backend pinned. TFLOP/s
-    count half of the T x T square, which is what a causal mask leaves: 2 products forward, 5
-    backward (Dao 2023, arXiv 2307.08691). On a GPU every case has 16384 tokens. Dropout masks of
-    different libraries differ, so only fastpar's is judged there; its rows stand beside the same
-    call without dropout, which the case without dropout judges.
+    count half of the T x T square: 2 products forward, 5 backward (Dao 2023, arXiv 2307.08691).
+    Dropout masks of different libraries differ, so only fastpar's is judged there; its rows stand
+    beside the same call without dropout, which the case without dropout judges.
 bucket: what moves gradients between tensors and buckets, on GPT-2's own list of tensors; "eager" is
     a loop over the tensors, "foreach" torch's own list operation where there is one.
 global_norm: fastpar also gives the clip factor and the overflow flag; "clip_grad_norm_" scales the
@@ -18,8 +17,7 @@ orthogonalize: fastpar divides by an exact norm. torch's function rounds to bf16
     "eager" is the same products in the dtype of fastpar's.
 permute: index_add of equal indices has no promised order on a GPU; "eager" is what others use.
 quantize: "eager" is the same arithmetic in plain torch: rounded to nearest, at random with torch's
-    own random numbers ("seeded"), and with what was lost added to the next ("error feedback"). It
-    neither takes blocks that are not finite apart nor packs 4 bits.
+    own random numbers ("seeded"), and with what was lost added to the next ("error feedback").
 """
 
 import functools
@@ -72,15 +70,11 @@ def timed(
         return found | {"forward+backward": forward + backward}
 
     variants = {"eager": whole.stock or whole.eager, "fastpar": whole.fn, **(others or {})}
-    fields: dict[str, Any] = {
-        "bytes_moved": both(*(n * dtype.itemsize for n in whole.elements)),
-        "flops": both(*whole.flops) if any(whole.flops) else {},
-        "yardstick": few.eager if whole.stock else None,
-    }
-    return Case(
-        name or f"{whole.op} {whole.shape}", make_inputs, variants, few.ref, dtype,
-        **{**fields, **how},
-    )  # fmt: skip
+    fields: dict[str, Any] = {"bytes_moved": both(*(n * dtype.itemsize for n in whole.elements))}
+    fields["flops"] = both(*whole.flops) if any(whole.flops) else {}
+    fields |= {"yardstick": few.eager if whole.stock else None, **how}
+    name = name or f"{whole.op} {whole.shape}"
+    return Case(name, make_inputs, variants, few.ref, dtype, **fields)
 
 
 def at_rows(
@@ -235,8 +229,6 @@ def linear_cross_entropy(bench: Bench) -> Iterator[Case]:
 
 # Norms
 
-COMPILED_WIDTHS = (768, 1600)  # compilations take most of a GPU run
-
 
 def plain_norm(bench: Bench, rows: int, C: int, rms: bool, **how: Any) -> Case:
     others = {}
@@ -248,9 +240,8 @@ def plain_norm(bench: Bench, rows: int, C: int, rms: bool, **how: Any) -> Case:
 
 def residual_norm(bench: Bench, rows: int, C: int, p: float, rms: bool, **how: Any) -> Case:
     """With p: Linear's bias, dropout, residual sum and norm; else residual sum and norm."""
-    make = functools.partial(
-        cases.residual_norm, C=C, p=p, device=bench.device, rms=rms, x_bias=p > 0
-    )
+    settings: dict[str, Any] = {"C": C, "p": p, "device": bench.device, "rms": rms}
+    make = functools.partial(cases.residual_norm, **settings, x_bias=p > 0)
     name = f"{'bias + dropout + ' if p else ''}{make(1).op} N={rows} C={C}"
     how |= {"unjudged": (COMPILED,) if p else ()}  # its mask is another, too
     return at_rows(bench, make, rows, 192 if p else 512, name=name, **how)
@@ -258,12 +249,11 @@ def residual_norm(bench: Bench, rows: int, C: int, p: float, rms: bool, **how: A
 
 def layer_norm(bench: Bench) -> Iterator[Case]:
     """layer_norm, rms_norm and what precedes them in a block, against torch's norms."""
-    rows = of_device(bench, 32768, 2048, 64)
+    rows, gpu = of_device(bench, 32768, 2048, 64), bench.device == "cuda"
     widths = of_device(bench, (768, 1600, 1024, 1280), (384, 768), (128,))
     for C, rms in (*((C, False) for C in widths), (widths[0], True)):
-        how: dict[str, Any] = {"directions": ("forward", "forward+backward")}
-        if bench.device == "cuda":
-            how = {"directions": ("forward", "backward"), "compiled": C in COMPILED_WIDTHS}
+        how: dict[str, Any] = {"directions": ("forward", "backward" if gpu else "forward+backward")}
+        how |= {"compiled": C in (768, 1600)} if gpu else {}  # most of a GPU run
         if not rms:
             yield residual_norm(bench, rows, C, P, rms, **how)
         yield plain_norm(bench, rows, C, rms, **how)

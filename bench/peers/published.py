@@ -9,10 +9,10 @@ benchmarks/llama3_h100_202412, table 5: Llama 3.1 405B with products in fp8, whi
 not price; compared is what the schedule gains. There are 8 micro-batches, its default; a GPT of as
 many layers, as wide, stands for the model.
 
-[Note: stacks] What a software does is told to the planner, not how fast it is. llm.c does what
-fastpar's own ops do. Megatron-LM of 2021 and 2022 kept whole matrices of attention scores and made
-them with batched products, a softmax and a dropout; its residual dropout, transposes and
-vocabulary-parallel loss are passes through memory of their own; no exchange ran beside a product.
+[Note: stacks] The planner gets what a software does, not how fast it is. llm.c does what fastpar's
+own ops do. Megatron-LM of 2021 and 2022 kept whole matrices of attention scores, made by batched
+products, a softmax and a dropout; its residual dropout, transposes and vocabulary-parallel loss are
+passes through memory of their own; no exchange ran beside a product.
 
 [Note: what the sources leave out] Table 1 has neither micro-batches nor the interleaving that its
 text says was used. Taken for it: micro-batches of 4 where there are no stages and of 1 where there

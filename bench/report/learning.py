@@ -87,13 +87,12 @@ def _task(config: TrainConfig) -> str:
 def muon_table(rows: Sequence[Run]) -> Table:
     lines = []
     for row in rows:
-        shape = row["shape"]
-        sent = [a == b for a, b in zip(row["sent_bytes"], row["formula_bytes"])]
+        shape, is_equal = row["shape"], row["sent_bytes"] == row["formula_bytes"]
         cells = [f"{shape['n_layer']} x {shape['n_embd']}, stage {row['zero_stage']}"]
         cells += [str(row["ranks"]), f"{row['sharded_ms']:.0f}", f"{row['repeated_ms']:.0f}"]
         cells += [f"{row['ratio']:.3f}x"]
         cells += [f"{row['least_ratio']:.3f}x" if "least_ratio" in row else ""]
-        cells += [f"{max(row['sent_bytes']) / 1e6:.1f}, {'equal' if all(sent) else 'NOT equal'}"]
+        cells += [f"{max(row['sent_bytes']) / 1e6:.1f}, {'equal' if is_equal else 'NOT equal'}"]
         lines.append(Line(cells, [row]))
     head = ["Muon's step", "ranks", "shared out, ms", "repeated, ms", "ratio", "of the least"]
     return Table([*head, "MB sent by the busiest rank, and the formula"], lines)
@@ -142,13 +141,12 @@ def time_table(rows: Sequence[Run], steps: Sequence[Row]) -> Table:
     ms = {(row.variant, row.notes["link_mbit"]): row for row in own}
     lines = []
     for name, mean in means.items():
-        if not any((STEP_OF[name], mbit) in ms for mbit in (1000, 100)):
+        timed = [ms.get((STEP_OF[name], mbit)) for mbit in (1000, 100)]
+        used, needed, cells = [row for row in timed if row], _reached(mean, goal), list[str]()
+        if not used:
             continue
-        needed, cells, used = _reached(mean, goal), [], []
-        for mbit in (1000, 100):
-            found = ms.get((STEP_OF[name], mbit))
-            used += [found] * (found is not None)
-            each = found.median_ms if found is not None else None
+        for row in timed:
+            each = row.median_ms if row else None
             cells += ["", ""] if each is None else [f"{each:.0f}", f"{needed * each / 1e3:.0f}"]
         seeds = str(len(curves[name]))
         cells = [name, seeds, f"{needed:.0f}", STEP_OF[name], *cells]

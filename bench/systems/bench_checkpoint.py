@@ -130,14 +130,14 @@ class Rank(steps.Rank):
     def begin(self, way: str) -> dict[str, float]:
         """Start an asynchronous save: ms until training goes on."""
         self._fresh()
-        if way == OWN:
-            return self._measure(lambda: self.saver.save(self.count, {}))
+        return self._measure(lambda: self._start(way))
 
-        def call() -> None:
+    def _start(self, way: str) -> None:
+        if way == OWN:
+            self.saver.save(self.count, {})
+        else:
             how = {"process_group": self.apart, **self._writer()}
             self.running = dcp().async_save(self._state(), **how)
-
-        return self._measure(call)
 
     def beside(self, way: str) -> dict[str, Any]:
         """Steps until begin()'s save is over on this rank, at least one; ms of those within."""

@@ -186,9 +186,9 @@ def cross_entropy_rows(
 def cross_entropy_fwd(logits: Tensor, targets: Tensor, *options) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, dlogits, the factor still to be applied to dlogits); dlogits [0] if not needed.
     options: vocab_size to z_loss, as in _fwd_into(), and need_grad."""
-    *options, need_grad = options
+    *others, need_grad = options
     grad = logits.new_empty(logits.shape) if need_grad else None
-    loss, factor = _fwd_into(grad, logits, targets, *options)
+    loss, factor = _fwd_into(grad, logits, targets, *others)
     return loss, logits.new_empty(0) if grad is None else grad, factor
 
 
