@@ -6,7 +6,6 @@ V vocabulary, N rows (B*T), P flat parameters, S shard of P.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -259,10 +258,12 @@ def residual_layer_norm_ref(
 
 
 def residual_rms_norm_ref(
-    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float = 1e-6, **how: Any
-) -> tuple[Tensor, Tensor]:
-    """One step after another; how: x_bias, dropout_p and rng."""
-    _, residual_out = residual_layer_norm_ref(x, residual, weight, **how)
+    x: Tensor, residual: Tensor, weight: Tensor, *, x_bias: Tensor | None = None,
+    dropout_p: float = 0.0, rng: tuple | None = None, eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One step after another."""
+    x = x if x_bias is None else (x + x_bias).to(x.dtype)
+    residual_out = residual + dropout_ref(x, dropout_p, rng)
     return rms_norm_ref(residual_out, weight, eps), residual_out
 
 
