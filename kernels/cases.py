@@ -128,11 +128,11 @@ def evaluate(
     leaves = {i: x for i, x in enumerate(local) if isinstance(x, Tensor) and x.requires_grad}
     if leaves:
         device = next(iter(leaves.values())).device
-        generator = torch.Generator(device).manual_seed(0)
         smooth = [o for o in outputs if o.requires_grad]
-        how: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": device}
         # Rounded to bf16 first: exact in every dtype, so that all three see the same cotangent.
-        dy = [torch.randn(o.shape, **how).bfloat16().to(o.device, o.dtype) for o in smooth]
+        wide, seed = torch.float32, torch.Generator(device).manual_seed(0)
+        drawn = [torch.randn(o.shape, generator=seed, dtype=wide, device=device) for o in smooth]
+        dy = [d.bfloat16().to(o.device, o.dtype) for d, o in zip(drawn, smooth)]
         grads = torch.autograd.grad(smooth, list(leaves.values()), dy, allow_unused=True)
         results |= {f"gradient of input {i}": g for i, g in zip(leaves, grads) if g is not None}
     return results
