@@ -107,8 +107,8 @@ def parallelize(
             the layers of each. Train with fastpar.pipeline_step.
         deterministic: sum over ranks and micro-batches in a fixed tree. The bits are then the same
             at every stage, and for any split of equal micro-batches into ranks and accumulation
-            (powers of two; with cp or a grid only if every backward reduces). Costs one more copy
-            of the gradients at stages 0 and 1.
+            (powers of two; with cp or a grid only if every backward reduces; not with cp and ep
+            together). Costs one more copy of the gradients at stages 0 and 1.
         units: modules, or their types, whose parameters are gathered together. Default: the
             elements of ModuleLists and Sequentials, without torch's RNN cells. At stage 3 every
             rank must call a unit equally often in a forward, or not at all: leave out modules that

@@ -249,7 +249,7 @@ MORE_SLOW = [
     {"cp": 4, "method": "keys", "pp": 2, "stage": 1, "accum": "full_2"},
     {"cp": 5, "method": "keys", "time": 6},
     {"pp": 3, "accum": "full_4", "deterministic": True, "schedule": "zb-h1", "clip": True},
-    {"pp": 4, "accum": "full_4", "deterministic": True, "dp": 2, "stage": 2, "schedule": "zb-v"},
+    {"pp": 4, "accum": "full_4", "deterministic": True, "dp": 2, "stage": 2, "schedule": "zb-h1"},
     {"dp": 8, "stage": 2, "shard_size": 4, "deterministic": True},
     {"dp": 8, "stage": 3, "shard_size": 2, "deterministic": True},
 ]

@@ -176,9 +176,10 @@ class Layout:
 
     @property
     def has_bits_of_whole(self) -> bool:
-        """What ranks of cp have summed, or rows of a grid, is added up where a rank has summed its
-        micro-batches: another order, if it has several."""
+        """Not if ranks of cp, or rows of a grid, sum their parts after the micro-batches, or after
+        the sequences of ep: another order, if there are several."""
         joined = self.micro == 1 or not (self.grid or (self.cp > 1 and self.local))
+        joined = joined and (self.cp == 1 or self.ep == 1)
         return (
             (joined or self.wire is not None) and not self.splits_data_only and self != self.whole
         )
