@@ -126,15 +126,9 @@ FLIPPED = [  # ranks, the damaged one, what of it, who else has a copy; of two n
     (4, COPIES[3], {}, 3, "0.weight", None, "1 and rank 3"),
 ]
 MORE_FLIPPED = [
-    (4, {}, {}, 3, "2.weight", None, "0, 1, 2"),
     (3, {}, {"moment_dtype": torch.bfloat16}, 2, "1.weight", "exp_avg_sq", "0, 1"),
-    (6, COPIES[1], {}, 3, "0.weight", "exp_avg", "1, 5"),
-    (6, COPIES[3], {}, 5, "0.weight", "exp_avg", "1, 3"),
     (6, {**COPIES[3], **BF16}, FULL, 4, "2.bias", "master_weight", "0, 2"),
-    (6, {"tp": 2}, {}, 4, "h.0.mlp.c_fc.bias", "exp_avg_sq", "0, 2"),
     (4, {"tp": 2, **BF16}, FULL, 0, "ln_f.bias", "master_weight", "1, 2, 3"),
-    (2, {}, {}, 0, "1.bias", "exp_avg", "0 and rank 1"),
-    (2, {"tp": 2}, {}, 1, "wpe.weight", None, "0 and rank 1"),
     (4, COPIES[1], {}, 0, "0.weight", "exp_avg", "0 and rank 2"),
     (4, {"tp": 2, "zero_stage": 1}, {}, 0, "ln_f.weight", "exp_avg", "0 and rank 1"),
 ]
@@ -158,15 +152,14 @@ def test_a_flipped_bit_is_named(ranks, options, adamw, rank, name, key, others):
     ("ranks", "options", "adamw"),
     [
         *((4, {"tp": 2, "zero_stage": stage}, {}) for stage in range(4)),
-        *((4, options, {}) for options in COPIES[1:]),
         (4, {**COPIES[3], **BF16}, BITS),
         (4, {"tp": 2, **BF16}, {"stochastic_rounding": True, "moment_dtype": torch.bfloat16}),
         (2, {**BF16}, {"stochastic_rounding": True, "moment_dtype": torch.uint8}),
-        (3, {"zero_stage": 3}, {}),
-        (1, {}, {}),
     ],
 )
 def test_healthy_ranks_pass_and_stay_as_they_are(ranks, options, adamw):
+    """tests/contracts/test_same_run.py has those of dp, `watched`."""
+
     def of_rank():
         how = Debug(check_replicas=True, check_inputs=options.get("tp") == 2)
         model, engine, optimizer = trained(options, adamw, how)
@@ -235,59 +228,42 @@ class Takes(torch.nn.Module):
         return self.weight.sum()
 
 
-def idx_of(*change):
+def idx_of(changed=False, at=(0, 1)):
     idx = torch.arange(24).view(4, 6)
-    for place in change:
-        idx[place] += 1
+    idx[at] += changed
     return idx
 
 
+def given(*args, **kwargs):
+    return args, kwargs
+
+
 SAME = [
-    lambda r: ((idx_of(),), {}),
-    lambda r: ((), {"idx": None}),
-    lambda r: ((torch.tensor([float("nan"), 1.0]),), {}),
-    lambda r: ((idx_of(), None, r), {"name": str(r)}),  # no tensors
-    lambda r: ((idx_of().T,), {"b": torch.tensor(True), "c": torch.zeros(0, 3)}),
+    lambda r: given(idx_of()),
+    lambda r: given(idx=None),
+    lambda r: given(torch.tensor([float("nan"), 1.0])),
+    lambda r: given(idx_of(), None, r, name=str(r)),  # no tensors
+    lambda r: given(idx_of().T, b=torch.tensor(True), c=torch.zeros(0, 3)),
 ]
 WHERE = "the ranks of a tp group got different inputs: argument "
 BUT = "; give them the same batch: choose it by mesh.dp_rank, not by mesh.rank"
-ROWS = "torch.int64 [4, 6]"
-DIFFERENT = [
-    (lambda r: ((idx_of(*[(2, 5)] * (r == 1)),), {}), "'idx' first at index [2, 5] on tp rank 1"),
-    (lambda r: ((idx_of(*[(3, r)] * (r > 1)),), {}), "'idx' first at index [3, 2] on tp rank 2"),
+ROWS = "idx: torch.int64 [4, 6]"
+SIGNS = [torch.tensor([1.0, zero], dtype=torch.bfloat16) for zero in (0.0, -0.0)]
+DIFFERENT = [  # values, and of which argument where; or what it is there and on rank 0
+    (lambda r: given(idx_of(r == 1, (2, 5))), "'idx' first at index [2, 5] on tp rank 1"),
+    (lambda r: given(idx_of(r > 1, (3, r))), "'idx' first at index [3, 2] on tp rank 2"),
+    (lambda r: given(1, targets=idx_of(r == 3)), "'targets' first at index [0, 1] on tp rank 3"),
+    (lambda r: given(SIGNS[r == 1]), "'idx' first at index [1] on tp rank 1"),
+    (lambda r: given(torch.tensor(r == 1)), "'idx' first at index [] on tp rank 1"),
     (
-        lambda r: ((idx_of(),), {"targets": idx_of(*[(0, 4)] * (r == 3)), "key": torch.ones(2)}),
-        "'targets' first at index [0, 4] on tp rank 3",
-    ),
-    (
-        lambda r: ((torch.tensor([1.0, -0.0 if r == 1 else 0.0], dtype=torch.bfloat16),), {}),
-        "'idx' first at index [1] on tp rank 1",
-    ),
-    (lambda r: ((torch.tensor(r == 1),), {}), "'idx' first at index [] on tp rank 1"),
-    (
-        lambda r: (([idx_of(), {"a": idx_of(*[(0, 1)] * (r == 1))}],), {}),
+        lambda r: given([1, {"a": idx_of(r == 1)}]),
         "'idx[1]['a']' first at index [0, 1] on tp rank 1",
     ),
-    (
-        lambda r: ((None, None, None, idx_of(*[(0, 1)] * (r == 1))), {}),
-        "'*3' first at index [0, 1] on tp rank 1",
-    ),
-    (
-        lambda r: ((idx_of()[: 4 - (r == 2)],), {}),
-        f"'idx' on tp rank 2: idx: torch.int64 [3, 6] where rank 0 has idx: {ROWS}",
-    ),
-    (
-        lambda r: ((idx_of().to(torch.int32 if r == 1 else torch.int64),), {}),
-        f"'idx' on tp rank 1: idx: torch.int32 [4, 6] where rank 0 has idx: {ROWS}",
-    ),
-    (
-        lambda r: ((idx_of(),), {"targets": None if r == 1 else idx_of()}),
-        f"'targets' on tp rank 1: nothing where rank 0 has targets: {ROWS}",
-    ),
-    (
-        lambda r: ((), {"idx": idx_of() if r == 1 else None}),
-        f"'idx' on tp rank 1: idx: {ROWS} where rank 0 has nothing",
-    ),
+    (lambda r: given(1, 2, 3, idx_of(r == 1)), "'*3' first at index [0, 1] on tp rank 1"),
+    (lambda r: given(idx_of()[: 4 - (r == 2)]), 2, "idx: torch.int64 [3, 6]", ROWS),
+    (lambda r: given(idx_of().short() if r == 1 else idx_of()), 1, "idx: torch.int16 [4, 6]", ROWS),
+    (lambda r: given(idx=idx_of() if r == 1 else None), 1, ROWS, "nothing"),
+    (lambda r: given(idx=None if r == 1 else idx_of()), 1, "nothing", ROWS),
 ]
 
 
@@ -303,21 +279,24 @@ def call_with(make, compiled=False, **axes):
         return str(error)
     # A copy compares nothing: alone, on one rank after another.
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other(idx_of((0, mesh.rank))) is not None
+        assert other(idx_of(True, (0, mesh.rank))) is not None
     return "ran"
 
 
 def test_inputs_that_differ_are_told_on_every_rank():
     for make in SAME:
         assert run_ranks(call_with, 4, make) == ["ran"] * 4
-    for make, found in DIFFERENT:
-        assert run_ranks(call_with, 4, make) == [f"parallelize: {WHERE}{found}{BUT}"] * 4
+    for make, *found in DIFFERENT:
+        what = "'idx' on tp rank {}: {} where rank 0 has {}" if found[1:] else "{}"
+        said = f"parallelize: {WHERE}{what.format(*found)}{BUT}"
+        assert run_ranks(call_with, 4, make) == [said] * 4
     assert run_ranks(lambda: call_with(DIFFERENT[0][0], dp=2), 2) == ["ran"] * 2  # others' own
-    assert run_ranks(lambda: call_with(lambda r: ((idx_of((0, r // 2)),), {}), tp=2), 4)[0] == "ran"
+    of_groups = run_ranks(lambda: call_with(lambda r: given(idx_of(r > 1)), tp=2), 4)
+    assert of_groups == ["ran"] * 4
 
 
 def compiled():
-    return call_with(lambda r: ((idx_of((0, 1)) if r else idx_of(),), {}), True, tp=2)
+    return call_with(lambda r: given(idx_of(r == 1)), True, tp=2)
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@
 
 What the device computes runs at once, as on any CPU. A copy that was begun on another stream comes
 at the last moment: when the computing stream waits for it, when the host asks whether it is over,
-or when one that runs follows it. Code that reads too early therefore reads old data.
+or when one that runs follows it. Code that reads too early therefore reads old data, or
+nan where the bus is poisoned().
 `busy` is work that the device was given and has not done: what follows it is not over.
 """
 
@@ -110,6 +111,26 @@ class FakeBus(host.Bus):
         for up in ups:  # collectives of a CPU begin at once
             assert up.is_completed()
         return super().behind(ups)
+
+
+def poisoned(kind):
+    """A class of bus whose copies, begun and not waited for, leave nan behind on both sides."""
+
+    class Poisoned(kind):
+        def memory(self, numel, dtype):
+            return super().memory(numel, dtype).fill_(float("nan"))
+
+        @torch.no_grad()
+        def down(self, host, x):
+            host.fill_(float("nan"))
+            return super().down(host, x)
+
+        @torch.no_grad()
+        def up(self, x, host):
+            x.fill_(float("nan"))
+            return super().up(x, host)
+
+    return Poisoned
 
 
 @contextlib.contextmanager

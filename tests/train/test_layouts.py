@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cells import slow
-from nan_bus import NanBus
+from fake_streams import poisoned
 from train_runs import (
     FEW,
     RANDOM,
@@ -33,6 +33,7 @@ from fastpar.axes.step import Setup
 from fastpar.checkpoint.commands import export_weights
 from fastpar.checkpoint.restore import load_weights, read_run_state
 from fastpar.cli import main
+from fastpar.comm.host import SlowBus
 from fastpar.comm.mesh import Mesh
 from fastpar.engine.control import Control
 from fastpar.engine.debug import Debug
@@ -697,7 +698,7 @@ def bus(monkeypatch):
 
     monkeypatch.setattr(set_up, "parallelize", parallelized)
     monkeypatch.setattr(recompute, "_LEAST_BYTES", 1024)
-    monkeypatch.setattr(set_up, "bus_of", lambda device, pinned: NanBus(1.0))
+    monkeypatch.setattr(set_up, "bus_of", lambda device, pinned: poisoned(SlowBus)(1.0))
 
 
 @pytest.mark.parametrize(
