@@ -1,14 +1,10 @@
-"""One file adds an axis: settings, rules, engine, planner, checkpoint have it; what a run says of
-each axis at its start."""
+"""One file adds an axis: settings, rules, engine, planner, checkpoint have it."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-
-from fastpar import GPTConfig
-from fastpar.axes import every
 
 SIZES = "--model micro --n-layer 4 --n-head 2 --n-embd 32 --block-size 32 --batch-size 4"
 TRAIN = f"train {SIZES} --data text.txt --tokenizer bytes --device cpu --max-steps 2"
@@ -82,24 +78,3 @@ def test_settings_rules_engine_planner_and_checkpoint_have_it(tmp_path):
         if layout["activation_checkpointing"] == "none"
     }
     assert memory[2] < memory[0]
-
-
-ALONE = {
-    **{"outer_every": None, "replicas": 1, "pp": 1, "ep": 1, "cp": 1, "tp": 1, "tp_grid": None},
-    **{"schedule": "1f1b", "grad_accum_steps": 4, "pp_split": None, "cp_method": "heads"},
-    "sequence_parallel": True,
-}
-
-
-def test_a_run_says_the_axes_that_are_on_and_no_other():
-    shape = GPTConfig(n_layer=3, n_head=2, n_embd=16, block_size=16, vocab_size=256)
-    for on, words in (
-        ({}, []),
-        ({"outer_every": 5, "replicas": 2}, ["replicas 2, averaged every 5 steps"]),
-        ({"pp": 2, "pp_split": [2, 1]}, ["pp 2"]),
-        ({"ep": 2, "cp": 4, "cp_method": "keys"}, ["experts over 2 of dp", "cp 4 by keys"]),
-        ({"tp": 4, "tp_grid": "2x2"}, ["grid 2x2 (samples by rows, features by columns)"]),
-        ({"tp": 2, "sequence_parallel": False}, ["tp 2 (no sequence parallelism)"]),
-    ):
-        told = [tuple(axis.header({**ALONE, **on}, shape)) for axis in every()]
-        assert [first for first, *_ in filter(None, told)] == words

@@ -222,20 +222,10 @@ def test_a_model_with_experts_on_ranks_of_ep(stage):
 # Reports
 
 
-def test_describe_says_what_there_is():
-    text = engine_of(parallelize(Net(), one_rank(), Parallel.of(**SMALL))).describe()
-    assert text.startswith("engine: stage 0, dp=1, 1 shards, no communication, 1,008 trained param")
-    for options in ({"zero_stage": 3}, {"zero_stage": 2, "shard_size": 1}):
-        alone = engine_of(parallelize(Net(), one_rank(), Parallel.of(**options))).describe()
-        assert alone.startswith("engine: stage 0")  # nobody to share with
-
-    def ranks():
-        model = parallelize(nn.Linear(2**9, 2**9), Mesh(), deterministic=True)
-        return engine_of(model).describe()
-
-    text = run_ranks(ranks, 2)[0]
-    for part in ("dp=2, 1 shards, shm", "1 buckets, deterministic", "all-reduce 1.0 MiB"):
-        assert part in text
+def test_a_lone_rank_is_at_stage_0():
+    for options in ({}, {"zero_stage": 3}, {"zero_stage": 2, "shard_size": 1}):
+        engine = engine_of(parallelize(Net(), one_rank(), Parallel.of(**options)))
+        assert engine.describe().startswith("engine: stage 0, dp=1")
 
 
 def wait_for_a_slow_rank():
