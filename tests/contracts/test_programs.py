@@ -25,7 +25,6 @@ from programs import (
     fill,
     gradients,
     loss_of,
-    on_ranks,
     set_mean,
 )
 from torch import nn
@@ -674,21 +673,6 @@ def test_every_stage_has_the_bits_of_one_process(name, turn):
     for stage in sorted({stages[number % len(stages)], stages[-1 - number % min(2, len(stages))]}):
         # A mean of three equal gradients is rounded.
         check(case, 2 if case.alike else 2 + (stage + number // 2) % 2, stage)
-
-
-def test_what_no_rank_uses_does_not_move():
-    """Neither its value nor its state; weight decay would show it."""
-    case = Case(lambda: Extra(lambda i: i < 2), loss_of_extra)
-    start = fill(case.build()).state_dict()
-    for stage in STAGES:
-        after_one = on_ranks(case, 2, stage, steps=1)
-        for result, early in zip(on_ranks(case, 2, stage), after_one):
-            for name, value in result.items():
-                if "never" in name:
-                    assert torch.equal(value, start[name.removeprefix("model.")])
-                if any(part in name for part in ("extra", "idle", "blocks.2", "blocks.3")):
-                    assert torch.equal(value, early[name])
-                    assert not torch.equal(value, start[name.removeprefix("model.")])
 
 
 def test_a_loss_that_uses_an_absent_weight_is_refused_by_name():

@@ -132,20 +132,6 @@ def test_a_bucket_belongs_to_one_unit_and_ends_with_it(specs, options, n_units, 
                 assert size < small
 
 
-def test_a_small_model_by_hand():
-    specs = [
-        ParamSpec(("wte.weight", "head.weight"), (20, 15), torch.float32),
-        ParamSpec(("h.weight",), (256,), torch.float32),
-        ParamSpec(("h.bias",), (1,), torch.float32),
-    ]
-    layout = build_layout(specs, n_shards=2, bucket_bytes=4000, first_bucket_bytes=1500)
-    places = [(s.spec.names[0], s.bucket, s.start, s.stop) for s in layout.slots]
-    assert places == [("h.bias", 0, 0, 1), ("h.weight", 1, 0, 256), ("wte.weight", 1, 256, 556)]
-    assert [(b.used_start, b.numel) for b in layout.buckets] == [(256, 512), (768, 1024)]
-    assert [layout.piece(2, rank) for rank in range(2)] == [(0, 256), (256, 300)]
-    assert [layout.piece(1, rank) for rank in range(2)] == [(0, 256), (256, 256)]
-
-
 def test_padding_of_gpt2_is_small_and_its_embedding_has_its_own_bucket():
     from fastpar.models.gpt import GPT
 
