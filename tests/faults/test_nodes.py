@@ -1,11 +1,14 @@
 """Several machines as their operators run them: torchrun, srun and mpirun, disks, names, links.
 
-The machines are namespaces of this one (tests/support/nodes.py), where that is permitted.
+The machines are namespaces of this one, where that is permitted.
 """
 
 import json
+import os
 import re
+import shlex
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,9 +16,8 @@ from unittest import mock
 
 import pytest
 from fault_runs import TRAIN, enter, wait_for
-from nodes import Nodes, ended
 
-from bench.systems.links import NoLinkError
+from bench.systems.links import ADDRESSES, DEVICE, Link, NoLinkError
 from fastpar.comm import nodes as comm
 from fastpar.comm.nodes import adopt_scheduler, interface_of_peers
 from fastpar.settings.options import TrainFlags
@@ -130,6 +132,57 @@ def test_no_flag_is_taken_for_one_of_torchruns():
 # Machines
 
 
+class Nodes:
+    """n machines that reach each other: namespaces with their own network, name and mounts.
+    Processes that still run at the end are killed.
+
+    hosts: of each node, lines of its /etc/hosts.
+    """
+
+    def __init__(self, n, folder, hosts=()):
+        self.link, self.folder, self.started = Link(1000, n), Path(folder), []
+        for i in range(n):
+            theirs = hosts[i] if hosts else [f"{a} node{j}" for j, a in enumerate(ADDRESSES[:n])]
+            lines = ["127.0.0.1 localhost", *theirs]
+            Path(folder, f"hosts{i}").write_text("\n".join(lines) + "\n")
+
+    def close(self):
+        for process in self.started:
+            process.kill()
+            process.communicate()
+        self.link.close()
+
+    def run(self, i, *command, before="true", **environment):
+        """Start a command on node i; before: shell words to run there first, as mounts."""
+        inside = (
+            f"hostname node{i} && mount --bind {shlex.quote(str(self.folder / f'hosts{i}'))} "
+            f"/etc/hosts && {before} && exec {shlex.join(map(str, command))}"
+        )
+        how = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        process = subprocess.Popen(
+            self.link.enter(i, *how, "sh", "-c", inside),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", **environment},
+        )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def torchrun(self, i, *options, nodes="2", rdzv=(), **how):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes]
+        command += ["--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "run"]
+        command += ["--rdzv-endpoint", "node0:29400", *rdzv, "-m", "fastpar", *TRAIN, *options]
+        return self.run(i, *command, **how)
+
+    def set_link(self, i, state):
+        """Pull the cable of node i, or put it back: state is down or up."""
+        self.link._run(i, "ip", "link", "set", DEVICE, state)
+
+
+def ended(process, timeout_s=120):
+    out, _ = process.communicate(timeout=timeout_s)
+    return process.returncode, out
+
+
 @pytest.fixture
 def two(tmp_path, monkeypatch):
     """Makes two nodes, in a folder with a text."""
@@ -147,7 +200,7 @@ def two(tmp_path, monkeypatch):
 
     yield make
     for nodes in made:
-        nodes.__exit__()
+        nodes.close()
 
 
 def steps():
