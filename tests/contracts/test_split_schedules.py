@@ -29,7 +29,7 @@ from fastpar.kernels.global_norm import NORM_WORDS
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
-DP, TP, V = 2, 4, 128
+DP, TP = 2, 4
 LAYERS, C, B, T = 2, 32, 4, 8
 N = B * T
 SIZES = {"n_layer": LAYERS, "n_head": 4, "n_embd": C, "block_size": T, "vocab_size": 100}

@@ -20,7 +20,6 @@ from fastpar.nn.recompute import recompute
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
-SMALL = {"bucket_mb": 0.002, "first_bucket_mb": 0.001}
 STAGES = [0, 1, 2, 3]
 
 

@@ -712,11 +712,11 @@ def of_experts(loop: Loop, step: int, gradients: dict[str, list[Tensor]]) -> tup
     return counts, dropped
 
 
-def expected(layout: Layout, program: Program, noise: int = 0) -> dict[str, Any]:
+def expected(layout: Layout, program: Program) -> dict[str, Any]:
     """The run without an engine; with the order of this layout's sums where bits are compared."""
     if not layout.splits_data_only or program.has_experts:
         cut = Layout(accum=f"full_{layout.micro_batches}")
-        return _expected(cut, program, True, noise)
+        return _expected(cut, program, True)
     stage = min(layout.stage, 1) if not layout.local and not layout.deterministic else 0
     kept = {name: getattr(layout, name) for name in ("dp", "accum", "deterministic")}
     return _expected(Layout(stage=stage, **kept), program, program.precision == "fp64")
