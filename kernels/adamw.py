@@ -347,9 +347,9 @@ def _step_compiled(
     else:
         _C.adamw_step(*call, threads)
     if zero_grad:
-        for g, used in zip(grads, ordered):
-            if used is not g:
-                g.zero_()
+        for grad, used in zip(grads, ordered):
+            if used is not grad:
+                grad.zero_()
 
 
 def _step_torch(

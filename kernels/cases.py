@@ -688,7 +688,7 @@ def shards_of_losses(rows: int, size: int, device: str, *, more: bool = False) -
             scale = draw(N).to(x) if each else x.new_full((), 0.25)
             return {**inputs, "lse": x.logsumexp(-1) + 0.5, "scale": scale}
 
-        def by(op: Any, widen: bool = False, **how: Any) -> Callable[..., Any]:
+        def by(op: Any, how: Any, widen: bool = False) -> Callable[..., Any]:
             def call(logits: Tensor, *rest: Tensor) -> Any:
                 x = logits.detach().to(wide(logits.dtype)) if widen else logits.detach()
                 found = op(x, *(t.detach() for t in rest), **options, **how)
@@ -703,7 +703,7 @@ def shards_of_losses(rows: int, size: int, device: str, *, more: bool = False) -
             ("cross_entropy_shard_grad", shape + z, grad_inputs, ("dlogits",), {"z_loss": z_loss}),
         ):
             op, ref = getattr(kernels, name), getattr(reference, f"{name}_ref")
-            calls = by(op, **more), by(ref, **more), by(ref, True, **more)
+            calls = by(op, more), by(ref, more), by(ref, more, True)
             yield OpCase(name, about, inputs, *calls, outputs, **how)
 
     yield from one(rows, size, size // 2, 0.0, False)
@@ -992,7 +992,7 @@ def dropouts(rows: int, size: int, device: str, *, more: bool = False) -> Iterat
 @makes("adamw_step_")
 def adamw_steps(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
     """One step over rows * 8192 elements (or rows * size), compared with torch's fused AdamW."""
-    hyper = {"lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    hyper: Any = {"lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     # With few values the time is that of the call, 0.07 ms for a whole model at once.
     numel = rows * size if size else min(rows * 8192, 1 << 23)
 
@@ -1136,7 +1136,8 @@ def weight_gradients(rows: int, size: int, device: str, *, more: bool = False) -
         return product(dy, x).float()
 
     def sum_of_rounded(dy: Tensor, x: Tensor) -> Tensor:
-        return sum(rounded(*part) for part in halves(dy, x))
+        first, second = (rounded(*part) for part in halves(dy, x))
+        return first + second
 
     def inputs(draw: Draw, out: int) -> Inputs:
         return {"dy": draw(rows, out), "x": draw(rows, size)}

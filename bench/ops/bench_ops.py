@@ -240,8 +240,9 @@ def plain_norm(bench: Bench, rows: int, C: int, rms: bool, **how: Any) -> Case:
 
 def residual_norm(bench: Bench, rows: int, C: int, p: float, rms: bool, **how: Any) -> Case:
     """With p: Linear's bias, dropout, residual sum and norm; else residual sum and norm."""
-    settings: dict[str, Any] = {"C": C, "p": p, "device": bench.device, "rms": rms}
-    make = functools.partial(cases.residual_norm, **settings, x_bias=p > 0)
+    make = functools.partial(
+        cases.residual_norm, C=C, p=p, device=bench.device, rms=rms, x_bias=p > 0
+    )
     name = f"{'bias + dropout + ' if p else ''}{make(1).op} N={rows} C={C}"
     how |= {"unjudged": (COMPILED,) if p else ()}  # its mask is another, too
     return at_rows(bench, make, rows, 192 if p else 512, name=name, **how)
@@ -528,7 +529,7 @@ def dequantize_case(n: int, form: str, device: str) -> Case:
         functools.partial(op, block=block)
         for op in (kernels.dequantize_blockwise, reference.dequantize_blockwise_ref)
     )
-    variants = {"eager": by_scale, "fastpar": own}
+    variants: dict[str, Any] = {"eager": by_scale, "fastpar": own}
     how: dict[str, Any] = {"bytes_moved": {"call": n * (5 + 4 / block)}, **CALL}
     return Case(f"dequantize {form} {short(n)}", make_inputs, variants, oracle, WIDE, **how)
 

@@ -145,8 +145,8 @@ def time_table(rows: Sequence[Run], steps: Sequence[Row]) -> Table:
         used, needed, cells = [row for row in timed if row], _reached(mean, goal), list[str]()
         if not used:
             continue
-        for row in timed:
-            each = row.median_ms if row else None
+        for found in timed:
+            each = found.median_ms if found else None
             cells += ["", ""] if each is None else [f"{each:.0f}", f"{needed * each / 1e3:.0f}"]
         seeds = str(len(curves[name]))
         cells = [name, seeds, f"{needed:.0f}", STEP_OF[name], *cells]

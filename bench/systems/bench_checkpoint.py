@@ -340,7 +340,8 @@ def rows_of(bench: Bench, case: str, of: Case, found: Samples, nbytes: int) -> l
     """A row for each direction and variant; speed-ups are over torch's own of the same bytes."""
     base = {"save": FLUSHED, **dict.fromkeys((LOAD, COLD), "torch.load")}
     base |= {PAUSE: WHOLE, STEP: UNDISTURBED}
-    rows, how = [], {"threads": of.threads, "ranks": of.world_size, "stage": of.stage}
+    how: dict[str, Any] = {"threads": of.threads, "ranks": of.world_size, "stage": of.stage}
+    rows = []
     for (direction, variant), ms in found.ms.items():
         against = base.get(direction, "")
         both = against, found.ms.get((direction, against), ())

@@ -175,7 +175,8 @@ class Variant:
         n = spec.rows // spec.ranks
         at: Any = {"first_sample": step * spec.rows + self.rank * n, "n_samples": n, "seed": 1337}
         length = spec.config.block_size
-        return sample_batch(self.data.train, block_size=length, device=spec.device, **at)
+        x, y = sample_batch(self.data.train, block_size=length, device=spec.device, **at)
+        return x, y
 
     def _report(self) -> dict[str, float]:
         if self.spec.kind == "stock" or self.spec.ranks == 1:

@@ -179,8 +179,8 @@ def layer_norm_bwd(
     dsum = torch.empty_like(x)
     dx = torch.empty_like(x) if key is not None else None
     like = torch.empty_like if x.numel() else torch.zeros_like
-    dtypes = weight.dtype, bias_dtype, x_bias_dtype
-    dweight, dbias, dx_bias = (None if d is None else like(weight, dtype=d) for d in dtypes)
+    dweight, dtypes = like(weight), (bias_dtype, x_bias_dtype)
+    dbias, dx_bias = (None if d is None else like(weight, dtype=d) for d in dtypes)
     if x.numel():
         _C.layer_norm_bwd(
             dy, None if dtotal is None else dtotal.contiguous(), x, weight.contiguous(),
@@ -266,7 +266,7 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool)
         check_dense("rms_norm" if rms else "layer_norm", "a tensor", t)
     same = all(t.dtype == x.dtype for t in given)
     u, w, *b = given if same else (t.to(wide(x.dtype)) for t in given)
-    function = F.rms_norm if rms else F.layer_norm
+    function: Any = F.rms_norm if rms else F.layer_norm
     return function(u, weight.shape, w, *b, eps=eps).to(x.dtype)
 
 
