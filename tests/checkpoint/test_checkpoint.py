@@ -46,8 +46,7 @@ FORMS = {  # of a model and its optimizer
 }
 
 
-def make(config=CONFIG, form="fp32", seed=0, steps=2, *, mesh=None, stage=0, frozen=(), data=0):
-    """A GPT and its optimizer after some steps; with a mesh this rank's."""
+def make(config=CONFIG, form="fp32", seed=0, steps=2, *, mesh=None, stage=0, frozen=()):
     dtype, options = FORMS[form]
     model = GPT(config, seed=seed).to(dtype)
     for name in frozen:
@@ -58,7 +57,7 @@ def make(config=CONFIG, form="fp32", seed=0, steps=2, *, mesh=None, stage=0, fro
         ranks, rank = mesh.dp_size, mesh.dp_rank
     optimizer = AdamW(param_groups(model, 0.1), lr=1e-2, **options)
     for step in range(steps):
-        generator = torch.Generator().manual_seed(100 * data + step)
+        generator = torch.Generator().manual_seed(step)
         idx = torch.randint(0, config.vocab_size, (4, 9), generator=generator).chunk(ranks)[rank]
         model(idx[:, :-1], idx[:, 1:], rng_key=torch.tensor([1, step])).backward()
         optimizer.step()
@@ -99,58 +98,13 @@ def test_same_bits_back(tmp_path, form):
     expected = {key: value.clone() for key, value in state_of(*made).items()}
     for seed, steps in ((5, 0), (6, 3)):
         model, optimizer = make(form=form, seed=seed, steps=steps)
-        before = {p: s["exp_avg"].data_ptr() for p, s in optimizer.state.items() if "exp_avg" in s}
+        before = {p: {n: x.data_ptr() for n, x in s.items()} for p, s in optimizer.state.items()}
         state = load_checkpoint(path, model=model, optimizer=optimizer)
         assert (state["step"], state["tokens"], state["rng"]) == (2, 7, {"a": [1]})
         assert state["model"]["n_layer"] == 2
         assert_same(state_of(model, optimizer), expected)
-        assert all(optimizer.state[p]["exp_avg"].data_ptr() == at for p, at in before.items())
-
-
-MESHES = [(1, 1, 0), (2, 1, 3), (4, 4, 0), (4, 2, 1), (4, 2, 3)]  # ranks, tp, stage
-WIDE = replace(CONFIG, n_head=4, vocab_size=301)  # with tp=2 slices of 256 rows, the last with 45
-FROZEN = ("wte.weight", "h.0.attn.c_attn.weight", "h.1.ln_1.bias")
-
-
-def on_mesh(ranks, tp, stage, work, **options):
-    """work(model, optimizer) on all ranks, after two steps of other data on each mesh."""
-
-    def one():
-        how = {"config": WIDE, "seed": 1, "data": 1 + ranks + tp + stage, "stage": stage}
-        return work(*make(mesh=Mesh(tp=tp, device="cpu"), **{**how, **options}))
-
-    return run_ranks(one, ranks)
-
-
-@pytest.mark.parametrize(
-    ("form", "meshes"),
-    [
-        ("master", [MESHES[0], MESHES[4]]),
-        *(slow(form, MESHES) for form in ("master", "amsgrad", "all of 16 bits")),
-    ],
-    ids=lambda x: None if isinstance(x, str) else f"{len(x)} meshes",
-)
-def test_the_same_bytes_from_every_mesh(tmp_path, form, meshes):
-    """What a mesh has trained goes through the next one, and what one process has through all.
-
-    So a state has one form on disk, whoever read it before.
-    """
-
-    def work(model, optimizer):
-        made = model, optimizer
-        found = {"own": save(tmp_path / f"own {mesh}", made)}
-        for name, path in sources.items():
-            load_checkpoint(path, model=model, optimizer=optimizer)
-            found[name] = save(tmp_path / f"{name} {mesh}", made)
-        return found
-
-    sources = {}
-    for mesh in meshes:
-        found = on_mesh(*mesh, work, form=form, frozen=FROZEN)[0]
-        for name, path in sources.items():
-            assert bits(found[name]) == bits(path), (name, mesh)
-        assert all(bits(found["own"]) != bits(path) for path in sources.values())
-        sources = {"one": sources.get("one", found["own"]), "before": found["own"]}
+        for p, places in before.items():
+            assert {n: optimizer.state[p][n].data_ptr() for n in places} == places
 
 
 LAYOUTS = [(2, 3, 1), (1, 0, 1), (4, 3, 2)]  # ranks, stage, tp
@@ -228,23 +182,19 @@ def test_weights_of_a_running_model_are_replaced(tmp_path, stage):
 
 def test_a_part_of_a_model_and_another_dropout(tmp_path):
     """What both have is loaded, what only one has is listed."""
-    saved = make()
-    path = save(tmp_path, saved)
+    saved, _ = made = make()
+    path = save(tmp_path, made)
     model, _ = make(replace(CONFIG, dropout=0.0), seed=4, steps=0)
     load_checkpoint(path, model=model)
-    assert all(map(torch.equal, model.parameters(), saved[0].parameters()))
+    assert all(map(torch.equal, model.parameters(), saved.parameters()))
     model, _ = make(replace(CONFIG, n_layer=3), seed=4)
     kept = {n: p.detach().clone() for n, p in model.named_parameters() if n.startswith("h.2.")}
     state = load_checkpoint(path, model=model, strict=False)
-    assert state["missing"] == [f"transformer.{n}" for n in kept]
-    assert state["unexpected"] == []
-    assert torch.equal(model.wpe.weight, saved[0].wpe.weight)
+    assert (state["missing"], state["unexpected"]) == ([f"transformer.{n}" for n in kept], [])
+    assert torch.equal(model.wpe.weight, saved.wpe.weight)
     assert all(torch.equal(p, kept[n]) for n, p in model.named_parameters() if n in kept)
     smaller, _ = make(replace(CONFIG, n_layer=1))
     assert len(load_checkpoint(path, model=smaller, strict=False)["unexpected"]) == len(kept)
-
-
-# Refusals, which leave everything as it was
 
 
 def linear(**options):
@@ -271,8 +221,6 @@ def nested():
     ["saved", "target", "strict", "words"],
     [
         (make, of(n_layer=3), True, "the model of .* with n_layer=2, got n_layer=3; resume"),
-        (make, of(n_embd=32), True, "expected the model of .* with n_embd=16, got n_embd=32"),
-        (make, of(vocab_size=130), True, "of .* with vocab_size=131, got vocab_size=130"),
         (make, of(block_size=4), False, r"transformer.wpe.weight of shape \[4, 16\], go"),
         (make, lambda: make(form="amsgrad", steps=1), True, "expected max_exp_avg_sq for .* in .*"),
         (make, frozen, True, "expected the optimizer's state .* got also wpe.weight;"),
@@ -292,11 +240,16 @@ def test_what_does_not_fit_is_refused_and_left_alone(tmp_path, saved, target, st
 
 
 def test_ranks_that_split_a_model_refuse_together(tmp_path):
+    wide = replace(CONFIG, vocab_size=301)
+
+    def split(work, **options):
+        return run_ranks(lambda: work(*make(wide, mesh=Mesh(tp=2, device="cpu"), **options)), 2)
+
     for changes, message in (
         ({"vocab_size": 300}, "vocab_size=300, got vocab_size=301"),  # in as many padded rows
         ({"n_embd": 32}, "n_embd=32, got n_embd=16"),
     ):
-        path = save(tmp_path, make(replace(WIDE, **changes)))
+        path = save(tmp_path, make(replace(wide, **changes)))
 
         def work(model, optimizer, path=path, message=message):
             before = [p.detach().clone() for p in model.parameters()]
@@ -304,10 +257,10 @@ def test_ranks_that_split_a_model_refuse_together(tmp_path):
                 load_checkpoint(path, model=model, optimizer=optimizer)
             return all(map(torch.equal, before, model.parameters()))
 
-        assert on_mesh(2, 2, 0, work) == [True, True]
+        assert split(work) == [True, True]
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(ValueError, match=r"is split, which optimizer state .* does not support"):
-        on_mesh(2, 2, 0, lambda *made: save(tmp_path, made), form="int8 moments")
+        split(lambda *made: save(tmp_path, made), form="int8 moments")
     assert not list_checkpoints(tmp_path)
 
 
@@ -426,10 +379,10 @@ MODELS = {
 CHEAP = ("nanoGPT", "any module")
 
 
-def start(build, stage, seed, dtype=torch.float32):
+def start(build, stage, seed):
     torch.manual_seed(seed)
-    model = parallelize(build().to(dtype), Mesh(device="cpu"), zero_stage=stage)
-    return model, AdamW(model.parameters(), lr=1e-2, master_weights=dtype != torch.float32)
+    model = parallelize(build(), Mesh(device="cpu"), zero_stage=stage)
+    return model, AdamW(model.parameters(), lr=1e-2)
 
 
 def step(model, optimizer, seed):
@@ -438,19 +391,10 @@ def step(model, optimizer, seed):
         loss = model(ids, ids)
     else:
         out = model(ids)
-        out = out if torch.is_tensor(out) else out[0]
-        loss = (out.float() - 1.0).square().mean()
+        loss = ((out if torch.is_tensor(out) else out[0]) - 1.0).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def commit(folder, at, model, optimizer):
-    saver = Saver(folder, model=model, optimizer=optimizer)
-    saver.save(at, {})
-    result = saver.settle()
-    assert result.ok, result.errors
-    return result.path
 
 
 def goes_on(build, folder, stage):
@@ -458,14 +402,14 @@ def goes_on(build, folder, stage):
     made = start(build, stage, seed=1)
     for i in range(2):
         step(*made, i)
-    saved = commit(folder / "a", 2, *made)
+    saved = save(folder / "a", made)
     step(*made, 2)
-    third = commit(folder / "b", 3, *made)
+    third = save(folder / "b", made, step=3)
     again = start(build, stage, seed=2)
     assert load_checkpoint(saved, model=again[0], optimizer=again[1])["step"] == 2
-    same = commit(folder / "c", 2, *again)
+    same = save(folder / "c", again)
     step(*again, 2)
-    return saved, same, third, commit(folder / "d", 3, *again)
+    return saved, same, third, save(folder / "d", again, step=3)
 
 
 @pytest.mark.parametrize("name", [n if n in CHEAP else slow(n) for n in MODELS])
@@ -481,7 +425,7 @@ def test_every_model_comes_back_and_goes_on(tmp_path, name):
         assert read_manifest(saved).model == ("gpt" if name == "GPT" else "module")
     made = start(build, 0, seed=3)  # what two ranks wrote, in one process
     load_checkpoint(saved, model=made[0], optimizer=made[1])
-    assert bits(commit(tmp_path / "one", 2, *made)) == bits(saved)
+    assert bits(save(tmp_path / "one", made)) == bits(saved)
     if name in ("GPT2LMHeadModel", "GPT"):
         theirs = transformers().GPT2LMHeadModel.from_pretrained(tmp_path / "one" / "latest").eval()
         idx = torch.arange(8)[None]

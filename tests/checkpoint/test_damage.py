@@ -54,26 +54,21 @@ def made(tmp_path):
     return folder, make_folder(folder)
 
 
-# The manifest
-
-
 def test_a_checkpoint_of_version_3_is_read(made, monkeypatch):
     """Its digests are SHA-256; so are those of a machine without xxhash."""
     folder, whole = made
 
     def older(content):
         content["version"] = 3
-        for entry in (*content["files"].values(), *content["weights"], *content["optimizer"]):
-            raw = (folder / entry.get("file", "")).read_bytes() if "file" in entry else None
-            entry.pop("digest")
-            entry["sha256"] = ""
-            if raw is None:
-                continue
-            at = TensorReader(folder, whole).places(entry["file"])[entry["key"]]
-            entry["sha256"] = hashlib.sha256(raw[at.start : at.stop]).hexdigest()
+        for entry in (*content["weights"], *content["optimizer"]):
+            at = places_in(folder, whole, entry["file"])[entry["key"]]
+            raw = (folder / entry["file"]).read_bytes()[at.start : at.stop]
+            entry["sha256"] = hashlib.sha256(raw).hexdigest()
         for name, entry in content["files"].items():
             raw = (folder / name).read_bytes()[: entry["head"]]
             entry["sha256"] = hashlib.sha256(raw).hexdigest()
+        for entry in (*content["files"].values(), *content["weights"], *content["optimizer"]):
+            del entry["digest"]
 
     reseal(folder, older)
     found = read_manifest(folder)
@@ -87,14 +82,14 @@ def test_a_checkpoint_of_version_3_is_read(made, monkeypatch):
 
 
 def test_a_checkpoint_whose_digests_need_a_missing_package_is_not_called_damaged(made, monkeypatch):
-    folder, _ = made
-    monkeypatch.setattr(manifest_module, "xxhash", None)
-    with pytest.raises(manifest_module.VersionError, match="needs the package xxhash; run pip ins"):
-        read_manifest(folder)
-    reseal(folder, lambda content: content["weights"][0].update(digest="crc:0"))
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest_module, "xxhash", None)
+        words = "needs the package xxhash; run pip ins"
+        with pytest.raises(manifest_module.VersionError, match=words):
+            read_manifest(made[0])
+    reseal(made[0], lambda content: content["weights"][0].update(digest="crc:0"))
     with pytest.raises(ValueError, match="a digest of an unknown kind: 'crc'"):
-        read_manifest(folder)
+        read_manifest(made[0])
 
 
 def test_what_was_sealed_is_read(tmp_path, made):
@@ -124,7 +119,6 @@ def test_what_was_sealed_is_read(tmp_path, made):
 
 
 def in_piece(name, value):
-    """Changes a field of the first piece."""
     return lambda content: content["optimizer"][0].__setitem__(name, value)
 
 
@@ -180,29 +174,26 @@ def test_manifests_that_are_refused(case, made):
 
 def test_every_changed_byte_of_a_manifest_is_damage(made, monkeypatch):
     """Also that of the version: a run goes on from the checkpoint before."""
-    file, words = made[0] / MANIFEST, r"^read_manifest: expected a checkpoint's manifest, got"
+    folder, file = made[0], made[0] / MANIFEST
     content = file.read_bytes()
     at = content.index(b"version") + len('version": ')
-    for i in (at, *range(0, len(content), 7)):
-        file.write_bytes(content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :])
-        with pytest.raises(ValueError, match=words):
-            read_manifest(made[0])
-    for n in range(0, len(content), 13):
-        file.write_bytes(content[:n])
-        with pytest.raises(ValueError, match=words):
-            read_manifest(made[0])
+    flips = ((i, bytes([content[i] ^ 1])) for i in (at, *range(0, len(content), 7)))
+    for damaged in (
+        *(content[:i] + byte + content[i + 1 :] for i, byte in flips),
+        *(content[:n] for n in range(0, len(content), 13)),
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=WHERE):
+            read_manifest(folder)
     file.unlink()
     with pytest.raises(ValueError, match=r"got .*manifest.json \(no such file\); the folder is no"):
-        read_manifest(made[0])
+        read_manifest(folder)
     file.write_bytes(content)
     monkeypatch.setattr(manifest_module, "JSON_BYTES", 100)  # a larger one is not written either
     with pytest.raises(ValueError, match="larger than 100 bytes"):
-        read_manifest(made[0])
+        read_manifest(folder)
     with pytest.raises(ValueError, match=r"sealed: expected at most 100 bytes, got .*=\d+; use"):
-        make_folder(made[0].parent / "other")
-
-
-# Files against their manifest
+        make_folder(folder.parent / "other")
 
 
 def with_header(folder, manifest, change, name=OPTIMIZER):
@@ -238,51 +229,31 @@ def test_every_changed_byte_is_found_by_one_part(made, n_parts, step):
         (folder / name).write_bytes(raw)
 
 
-def test_damage_is_named(made):
-    folder, manifest = made
-    entry = manifest.optimizer[1]
-    start, _ = places_in(folder, manifest, OPTIMIZER)[entry.key]
-    with open(folder / OPTIMIZER, "r+b") as file:
-        file.seek(start + 3)
-        file.write(b"\x55")
-    (folder / "config.json").unlink()
-    what = "(other content in wte.weight/exp_avg_sq, elements 0 to 25)"
-    text = f"expected files as in the manifest of {folder}, got {OPTIMIZER} {what}, and 1 more; the"
-    with pytest.raises(ValueError, match=f"verify_files: {re.escape(text)} checkpoint is damaged"):
-        verify_files(folder, manifest)
-    assert [str(d) for d in find_damage(folder, manifest)] == [
-        f"{OPTIMIZER} {what}",
-        "config.json (no such file)",
-    ]
-
-
 def test_sizes_and_kinds_of_files(made, monkeypatch):
     """Also in the look before anything is read, which a loader needs to open the rest: what has
     no tensors is hashed in blocks, the bytes of tensors are not its task."""
     folder, manifest = made
+    names = ("config.json", "trainer_state.json", OPTIMIZER)
+    config, state, moments = (folder / name for name in names)
     monkeypatch.setattr(reader_module, "BLOCK_BYTES", 4)
-    with open(folder / OPTIMIZER, "r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"\x01")
+    moments.write_bytes(moments.read_bytes()[:-1] + b"\x01")
     verify_files(folder, manifest, tensors=False)
-    state = (folder / "trainer_state.json").read_bytes()
-    (folder / "trainer_state.json").write_bytes(state.replace(b"5", b"6"))
+    state.write_bytes(state.read_bytes().replace(b"5", b"6"))
     with pytest.raises(ValueError, match=r"got trainer_state.json \(other content\); the"):
         verify_files(folder, manifest, tensors=False)
     os.truncate(folder / WEIGHTS, 100)
-    with open(folder / OPTIMIZER, "ab") as file:
-        file.write(b"\0")
-    (folder / "config.json").unlink()
-    os.mkfifo(folder / "config.json")
-    (folder / "trainer_state.json").rename(folder / "other")
-    (folder / "trainer_state.json").symlink_to(folder / "other")
-    size = manifest.files[OPTIMIZER].size
+    moments.write_bytes(moments.read_bytes() + b"\0")
+    config.unlink()
+    os.mkfifo(config)
+    state.rename(folder / "other")
+    state.symlink_to(folder / "other")
     for tensors in (True, False):
         with pytest.raises(ValueError, match=rf"got {WEIGHTS} \(100 bytes instead of .* 3 more"):
             verify_files(folder, manifest, tensors=tensors)
+    sizes = {name: manifest.files[name].size for name in (WEIGHTS, OPTIMIZER)}
     assert [str(d) for d in find_damage(folder, manifest)] == [
-        f"{WEIGHTS} (100 bytes instead of {manifest.files[WEIGHTS].size})",
-        f"{OPTIMIZER} ({size + 1} bytes instead of {size})",
+        f"{WEIGHTS} (100 bytes instead of {sizes[WEIGHTS]})",
+        f"{OPTIMIZER} ({sizes[OPTIMIZER] + 1} bytes instead of {sizes[OPTIMIZER]})",
         "config.json (not a regular file)",
         "trainer_state.json (a symbolic link)",
     ]
@@ -322,33 +293,22 @@ def test_a_header_with_a_right_digest_and_other_tensors(case, made):
         reader.read(tensors[:1])
 
 
-def test_a_file_that_shrinks_while_it_is_read(made, monkeypatch):
+def test_a_file_that_shrinks_and_a_disk_that_cannot_be_read(made, monkeypatch):
     folder, manifest = made
-    place = places_in(folder, manifest, OPTIMIZER)[KEY]
-    check = TensorReader._compare_header
+    first = min(place.start for place in places_in(folder, manifest, WEIGHTS).values())
 
-    def shrink(self, file, header):
-        os.truncate(folder / file, place.start + 4) if file == OPTIMIZER else None
-        return check(self, file, header)
-
-    monkeypatch.setattr(TensorReader, "_compare_header", shrink)
-    with pytest.raises(ValueError, match=f"ends at byte {place.start + 4} in {KEY}, elements 0"):
-        verify_files(folder, manifest)
-
-
-def test_a_disk_that_cannot_be_read(made, monkeypatch):
-    folder, manifest = made
-
-    first = min(p.start for p in places_in(folder, manifest, WEIGHTS).values())
-
-    def fail(descriptor, buffers, at, read=os.preadv):
-        if at < first:  # the header
-            return read(descriptor, buffers, at)
+    def fails():
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(ValueError, match=r"Input/output error at byte \d+ in transformer.wte"):
-        verify_files(folder, manifest)
+    for end, words in ((lambda: 0, "ends at"), (fails, "Input/output error at")):
+
+        def read(descriptor, buffers, at, real=os.preadv, end=end):
+            return real(descriptor, buffers, at) if at < first else end()  # headers are there
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", read)
+            with pytest.raises(ValueError, match=rf"{words} byte \d+ in transformer.wte"):
+                verify_files(folder, manifest)
 
 
 # Of two checkpoints of a run the newer is damaged
@@ -359,7 +319,6 @@ OURS = re.compile(r"[\w.]+: expected .*; .*", re.DOTALL)
 
 
 def write(run, tp, stage):
-    """Checkpoints after steps 1 and 2, from this rank's part."""
     model = GPT(CONFIG, seed=3)
     parallelize(model, Mesh(tp=tp, device="cpu"), zero_stage=stage)
     optimizer = AdamW(model.parameters(), lr=1e-2)
@@ -398,7 +357,6 @@ def damages(raw, head, draw):
 
 
 def check_found(run, name, target, case):
-    """Verify and a load name the file; a resume takes the older checkpoint."""
     older, newer = (run / "checkpoints" / f"step_{step:06d}" for step in (1, 2))
     assert any(name in line for line in examine(newer).damage), case
     with pytest.raises(ValueError, match=re.escape(name)) as caught:
@@ -413,25 +371,24 @@ def check_found(run, name, target, case):
 
 def test_a_load_reads_each_tensor_once_and_believes_what_it_saw(run, target, monkeypatch):
     """A byte that is wrong as it passes is damage, though it would be right the next time."""
-    newer = run / "checkpoints" / "step_000002"
+    newer, read, wrong = run / "checkpoints" / "step_000002", TensorReader._read, {}
     model, optimizer = target
     monkeypatch.setattr(TensorReader, "compare", lambda *_: pytest.fail("read twice"))
     load_checkpoint(newer, model=model, optimizer=optimizer)
+
+    def flips(self, entry, start, into, digest):
+        if wrong.get(entry.key, entry) is None:
+            wrong[entry.key] = entry
+            digest.update(b"x")
+        read(self, entry, start, into, digest)
+
+    monkeypatch.setattr(TensorReader, "_read", flips)
     for key in ("transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight", "wte.weight/exp_avg"):
-        read, wrong = TensorReader._read, []
-
-        def flips(self, entry, start, into, digest, key=key, read=read, wrong=wrong):
-            if entry.key == key and not wrong:
-                wrong.append(entry)
-                digest.update(b"x")
-            read(self, entry, start, into, digest)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(TensorReader, "_read", flips)
-            with pytest.raises(ValueError, match=r"^verify_files: ") as caught:
-                load_checkpoint(newer, model=model, optimizer=optimizer)
-        words = f"got {wrong[0].file} (other content in {describe(wrong[0])}); the checkpoint is"
-        assert words in str(caught.value)
+        wrong[key] = None
+        with pytest.raises(ValueError, match=r"^verify_files: ") as caught:
+            load_checkpoint(newer, model=model, optimizer=optimizer)
+        words = f"{wrong[key].file} (other content in {describe(wrong[key])}); the checkpoint is"
+        assert f"got {words}" in str(caught.value)
 
 
 def test_all_damage_is_found_and_named(run, target):
@@ -456,7 +413,6 @@ def test_all_damage_is_found_and_named(run, target):
 
 @contextlib.contextmanager
 def kept(file):
-    """The file is as it was when the block ends."""
     raw = file.read_bytes()
     try:
         yield raw
@@ -479,7 +435,9 @@ def test_a_checkpoint_of_another_version_is_no_damage(run, target):
                 act()
 
 
-def test_all_checkpoints_damaged(run, tmp_path, capsys):
+def test_no_checkpoint_at_all_and_all_damaged(run, tmp_path, capsys):
+    with pytest.raises(ValueError, match=r"a run with a complete checkpoint, .* with none"):
+        newest_checkpoint(tmp_path)
     shutil.copytree(run, tmp_path / "run", symlinks=True)
     folders = sorted((tmp_path / "run" / "checkpoints").iterdir())
     for folder in folders:
@@ -513,9 +471,3 @@ def test_ranks_refuse_together(run):
         (folder / name).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
         for stage in (0, 1, 3):
             assert run_ranks(load, 3, stage, timeout_s=60) == [True] * 3
-
-
-def test_no_complete_checkpoint_at_all(tmp_path):
-    words = r"expected a run with a complete checkpoint, .* with none"
-    with pytest.raises(ValueError, match=words):
-        newest_checkpoint(tmp_path)

@@ -101,74 +101,16 @@ def put(model, grads):
 
 
 def train(model, optimizer, steps, gradients=gradients):
-    """With gradients of rank 0 on every rank."""
     for step in steps:
         model(gradients(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def train_alone(model, optimizer, steps):
+def train_alone(model, optimizer, steps, gradients=gradients):
     for step in steps:
         put(model, gradients(step))
         optimizer.step()
-
-
-def some_unused(step, rank):
-    grads = gradients(step, rank)
-    if step == 1:
-        del grads["table"]  # on all ranks
-    if step == 2 and rank == 0:
-        del grads["bias"], grads["weight"]
-    return grads
-
-
-# stage, ranks, ranks that share out
-LAYOUTS = [*((stage, ranks, ranks) for stage in (1, 2, 3) for ranks in (2, 3)), (3, 4, 2)]
-
-
-@pytest.mark.parametrize(("mode", "layout"), cells(MODES, LAYOUTS, strength=1))
-def test_steps_are_those_of_one_process(mode, layout):
-    """With clipping, groups of other options, and parameters that some or all do not use."""
-    dtype, _, options = mode
-    stage, world, shards = layout
-    options = {**options, "max_grad_norm": 2.0, "seed": 5}
-
-    def ranks():
-        model = sharded(stage, dtype, shard_size=shards if shards < world else None)
-        engine = fastpar.engine_of(model)
-        assert engine.stage.number == stage
-        optimizer = adamw(groups(model), **options)
-        seen = []
-        for step in range(4):
-            model(some_unused(step, engine.mesh.rank)).backward()
-            names = {p: n for n, p in model.named_parameters()}
-            grads = {names[p]: grad for p, grad in engine.grads()}
-            optimizer.step()
-            seen.append((grads, optimizer.grad_norm))
-            optimizer.zero_grad()
-        owned = {n: optimizer.state[p] for n, p in model.named_parameters()}
-        return seen, values(model), optimizer.state_dict(), owned
-
-    results = run_ranks(ranks, world)
-    model = Bag(dtype)
-    alone = adamw(groups(model), **options)
-    for step, (grads, norm) in enumerate(results[0][0]):
-        put(model, {n: g for n, g in grads.items() if not (step == 1 and n == "table")})
-        alone.step()
-        assert torch.equal(norm, alone.grad_norm)
-    for seen, mine, state, _ in results:
-        assert all(torch.equal(a[1], b[1]) for a, b in zip(seen, results[0][0]))
-        assert_same_values(model, mine)
-        assert_same_state(alone.state_dict(), state)
-        assert state.get("seed") == alone.state_dict().get("seed")
-    for n, p in model.named_parameters():
-        for name, whole in alone.state[p].items():
-            parts = [owned[n][name] for _, _, _, owned in results]
-            if name == "step":  # also where a rank owns nothing
-                assert all(part == whole for part in parts)
-            else:
-                assert sum(part.numel() for part in parts) == whole.numel() * world // shards
 
 
 @sweep(("mode", "rows", "columns"), [("stochastic", 6, 3), ("8-bit-stochastic", 4, 128)])
@@ -193,7 +135,6 @@ def test_random_bits_of_a_slice_are_those_of_its_place_in_the_whole(mode, rows, 
 
 
 def test_all_groups_and_all_pieces_are_one_call(monkeypatch):
-    """Groups with other options, parameters at other counts, shards: no more launches for them."""
     calls, step_ = [], optim.adamw_step_
     monkeypatch.setattr(
         optim, "adamw_step_", lambda *a, **k: calls.append(len(a[0])) or step_(*a, **k)
@@ -252,9 +193,6 @@ def test_a_step_reads_nothing_on_the_host(monkeypatch):
     assert run_ranks(ranks, 2) == [{2.0}, {2.0}]
 
 
-# Main gradients: fp32, of 16-bit parameters
-
-
 @sweep(("make", "set_to_none"), itertools.product([adamw, adafactor], [True, False]))
 def test_main_gradients_are_used_and_cleared(make, set_to_none):
     model, single = build(BF16), build(BF16).float()
@@ -291,81 +229,48 @@ def test_adafactor_on_ranks():
         assert torch.equal(norm, alone.grad_norm)
 
 
-# Several engines, several optimizers
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_one_optimizer_for_two_models_and_a_parameter_alone(stage):
-    """One norm over all: stages differ, and one parameter has no engine."""
-
-    def make(parallel):
-        a, b, c = Bag(seed=1), Bag(seed=2), nn.Parameter(torch.ones(300))
-        if parallel:
-            for model, number in ((a, stage), (b, (stage + 1) % 4)):
-                asked = fastpar.Parallel.of(zero_stage=number, **SMALL)
-                fastpar.parallelize(model, Mesh(), asked)
-        return a, b, c, adamw([*a.parameters(), c, *b.parameters()], max_grad_norm=1.0)
-
-    def ranks():
-        a, b, c, optimizer = make(parallel=True)
-        for step in range(3):
-            (a(gradients(step)) + b(gradients(step + 10)) + (c * step).sum()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return values(a), values(b), c, optimizer.grad_norm
-
-    a, b, c, alone = make(parallel=False)
-    for step in range(3):
-        put(a, gradients(step))
-        put(b, gradients(step + 10))
-        c.grad = torch.full((300,), float(step))
-        alone.step()
-    for of_a, of_b, of_c, norm in run_ranks(ranks, 2):
-        assert_same_values(a, of_a)
-        assert_same_values(b, of_b)
-        assert torch.equal(c, of_c)
-        assert torch.equal(norm, alone.grad_norm)
-
-
 @pytest.mark.parametrize("only", [False, True], ids=["two", "one of a part"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_optimizers_of_a_part_of_the_model(stage, only):
-    """Each has its own norm; the second does not reduce again. One rank has no batch once."""
+    """Each has its own norm. One rank has no batch once; one parameter is of no engine."""
 
     def optimizers(model):
-        first, second = ([model.weight, model.bias], [model.table, model.one])
+        lone = nn.Parameter(torch.ones(300))
+        first, second = [model.weight, model.bias], [model.table, lone, model.one]
         pair = AdamW(first, lr=0.1, max_grad_norm=1.0), AdamW(second, lr=0.01, max_grad_norm=2.0)
-        return pair[only:]
+        return pair[only:], lone
+
+    def step(pair, lone, number, tokens=1):
+        """A step divides the gradient of the lone one, too, by the tokens of a rank."""
+        lone.grad = torch.full((300,), float(number * tokens))
+        for optimizer in pair:
+            optimizer.step()
 
     def ranks():
         model = sharded(stage)
-        engine, pair = fastpar.engine_of(model), optimizers(model)
-        for step in range(3):
-            batch = engine.mesh.rank == 0 or step != 1
+        engine, (pair, lone) = fastpar.engine_of(model), optimizers(model)
+        for number in range(3):
+            batch = engine.mesh.rank == 0 or number != 1
             engine.count_tokens(4 * batch)
-            engine.contribute(torch.tensor([float(step)]))
+            engine.contribute(torch.tensor([float(number)]))
             if batch:
-                model({n: 8 * g for n, g in gradients(step).items()}).backward()
-            for optimizer in pair:
-                optimizer.step()
-            assert engine.log.n_reductions == step + 1
-            assert engine.control.contributed.tolist() == [2.0 * step]
+                model({n: 8 * g for n, g in gradients(number).items()}).backward()
+            step(pair, lone, number, tokens=2 if number == 1 else 4)
+            assert engine.log.n_reductions == number + 1
+            assert engine.control.contributed.tolist() == [2.0 * number]
             for optimizer in pair:
                 optimizer.zero_grad()
-        return values(model), [o.grad_norm for o in pair]
+        return values(model), lone, [o.grad_norm for o in pair]
 
     model = Bag()
-    pair = optimizers(model)
-    for step in range(3):
-        put(model, {n: 2 * g for n, g in gradients(step).items()})
-        for optimizer in pair:
-            optimizer.step()
-    for mine, norms in run_ranks(ranks, 2):
+    pair, lone = optimizers(model)
+    for number in range(3):
+        put(model, {n: 2 * g for n, g in gradients(number).items()})
+        step(pair, lone, number)
+    for mine, of_lone, norms in run_ranks(ranks, 2):
         assert_same_values(model, mine)
+        assert torch.equal(lone, of_lone)
         assert all(torch.equal(a, o.grad_norm) for a, o in zip(norms, pair))
-
-
-# Tokens and loss scales
 
 
 @covering(
@@ -399,67 +304,82 @@ def test_gradients_are_divided_by_the_count_of_tokens(stage, max_grad_norm, scal
     for mine, norm, skipped in run_ranks(ranks, 2):
         assert_same_values(model, mine)
         assert not skipped
-        if max_grad_norm or scale:
-            assert torch.equal(norm, alone.grad_norm)
-        else:
-            assert norm is None
+        assert torch.equal(norm, alone.grad_norm) if max_grad_norm or scale else norm is None
 
 
-def test_tokens_of_two_models_in_one_optimizer_are_refused():
-    def ranks():
-        a, b = sharded(1), sharded(1)
-        fastpar.engine_of(b).count_tokens(3)
-        AdamW([*a.parameters(), *b.parameters()]).step()
-
-    with pytest.raises(RuntimeError, match=r"counting tokens needs one engine, got 2 engines"):
-        run_ranks(ranks, 2)
-
-
-def test_counting_tokens_alone_skips_nothing():
-    def ranks():
-        model = sharded(2)
-        optimizer = adamw(groups(model), max_grad_norm=1.0)
-        fastpar.engine_of(model).count_tokens(3)
-        model({n: g * math.nan for n, g in gradients(0).items()}).backward()
+def test_counting_tokens_skips_nothing_and_is_refused_for_two_models_in_one_optimizer():
+    def ranks(both):
+        models = [sharded(2) for _ in range(1 + both)]
+        optimizer = AdamW([p for model in models for p in model.parameters()], max_grad_norm=1.0)
+        fastpar.engine_of(models[-1]).count_tokens(3)
+        if not both:
+            models[0]({n: g * math.nan for n, g in gradients(0).items()}).backward()
         optimizer.step()
-        return optimizer.skipped, values(model)["table"].isnan().all().item()
+        return optimizer.skipped, values(models[0])["table"].isnan().all().item()
 
-    assert run_ranks(ranks, 2) == [(False, True)] * 2
+    assert run_ranks(ranks, 2, False) == [(False, True)] * 2
+    with pytest.raises(RuntimeError, match=r"counting tokens needs one engine, got 2 engines"):
+        run_ranks(ranks, 2, True)
 
 
-# State: whole in state dicts and checkpoints, cut when loaded
+def some(step):
+    """Whole numbers: sums of three are exact in bf16, too. In step 1 nobody uses the table."""
+    return {n: g.round() for n, g in gradients(step).items() if (step, n) != (1, "table")}
 
 
-def resume(place, dtype, options, model_state, state, steps):
-    """Values and state after a run on other ranks; stage None: one process without engine."""
-    stage, world = place
+def go_on(place, dtype, options, model_state, state, steps):
+    """Of each rank: values, states (ours, torch's), norm, elements of each entry that it has."""
+    stage, world, shard_size = place
 
     def run():
-        model = Bag(dtype, seed=9) if stage is None else sharded(stage, dtype, seed=9)
+        model = Bag(dtype, seed=9)
+        if stage is not None:
+            model = sharded(stage, dtype, seed=9, shard_size=shard_size)
         optimizer = adamw(groups(model), **options, max_grad_norm=2.0, seed=5)
         model.load_state_dict(model_state)
         if state is not None:
             optimizer.load_state_dict(state)
-        train(model, optimizer, steps)
-        return model.state_dict(), optimizer.state_dict()
+        train(model, optimizer, steps, some)
+        states = optimizer.state_dict(), optimizer.torch_state_dict()
+        return model.state_dict(), states, optimizer.grad_norm, elements(optimizer)
 
-    return run() if stage is None else run_ranks(run, world)[world - 1]
+    return [run()] if stage is None else run_ranks(run, world)
 
 
-PATHS = [((1, 2), (3, 4)), ((2, 4), (None, 1)), ((None, 1), (2, 4)), ((3, 2), (0, 2))]
+def elements(optimizer):
+    states = optimizer.state.values()
+    return {n: sum(s[n].numel() for s in states) for n in set().union(*states) - {"step"}}
+
+
+# stage (None: one process without an engine), ranks, ranks that share out
+PATHS = [
+    ((1, 2, None), (3, 4, 2)),
+    ((2, 4, None), (None, 1, None)),
+    ((None, 1, None), (1, 3, None)),
+    ((3, 3, None), (0, 2, None)),
+    ((3, 2, None), (2, 3, None)),
+]
 
 
 @pytest.mark.parametrize(("mode", "path"), cells(MODES, PATHS, strength=1))
-def test_state_goes_to_other_stages_and_ranks(mode, path):
+def test_steps_and_states_are_those_of_one_process(mode, path):
+    """With clipping and groups; half way the state goes to another stage and other ranks."""
     dtype, _, options = mode
-    model_state, state = Bag(dtype).state_dict(), None
-    for place, steps in zip(path, (range(2), range(2, 4))):
-        model_state, state = resume(place, dtype, options, model_state, state, steps)
-    model = Bag(dtype)
+    model, model_state, state = Bag(dtype), Bag(dtype).state_dict(), None
     alone = adamw(groups(model), **options, max_grad_norm=2.0, seed=5)
-    train_alone(model, alone, range(4))
-    assert_same_values(model, model_state)
-    assert_same_state(state, alone.state_dict())
+    for place, steps in zip(path, (range(2), range(2, 4))):
+        ranks = go_on(place, dtype, options, model_state, state, steps)
+        train_alone(model, alone, steps, some)
+        for model_state, (state, torchs), norm, _ in ranks:
+            assert_same_values(model, model_state)
+            assert_same_state(state, alone.state_dict())
+            assert_same_state(torchs, alone.torch_state_dict())
+            assert state.get("seed") == alone.state_dict().get("seed")
+            assert torch.equal(norm, alone.grad_norm)
+        stage, world, shard_size = place
+        copies = world // (shard_size or world) if stage else world
+        for name, n in elements(alone).items():
+            assert sum(mine[name] for *_, mine in ranks) == n * copies, name
 
 
 @sweep(("stage", "form"), [(1, {}), (2, {"moment_dtype": UINT8}), (3, {"amsgrad": True})])
@@ -467,59 +387,22 @@ def test_state_of_torch_loads_into_any_stage_and_goes_back(stage, form):
     model = Bag()
     theirs = torch.optim.AdamW(groups(model), **HYPER, amsgrad="amsgrad" in form)
     train_alone(model, theirs, range(2))
-    saved = theirs.state_dict()
-    model_state = {n: p.clone() for n, p in model.state_dict().items()}
-
-    def ranks():
-        mine = sharded(stage)
-        optimizer = adamw(groups(mine), **form, seed=5)
-        mine.load_state_dict(model_state)
-        optimizer.load_state_dict(saved)
-        train(mine, optimizer, range(2, 4))
-        return values(mine), optimizer.torch_state_dict()
-
-    alone = adamw(groups(model), **form, seed=5)
+    saved, model_state = theirs.state_dict(), {n: p.clone() for n, p in model.state_dict().items()}
+    alone = adamw(groups(model), **form, max_grad_norm=2.0, seed=5)
     alone.load_state_dict(saved)
-    train_alone(model, alone, range(2, 4))
-    for mine, state in run_ranks(ranks, 2):
+    train_alone(model, alone, range(2, 4), some)
+    found = go_on((stage, 2, None), FP32, form, model_state, saved, range(2, 4))
+    for mine, (state, torchs), *_ in found:
         assert_same_values(model, mine)
-        assert_same_state(state, alone.torch_state_dict())
-        torch.optim.AdamW(groups(model)).load_state_dict(state)
-
-
-@sweep(("stage", "dtype"), [(0, BF16), (1, FP32), (2, BF16), (3, FP32)])
-def test_pieces_are_taken_over_in_place(stage, dtype):
-    """What a checkpoint does with this rank's part of every entry."""
-    options = {"moment_dtype": UINT8, "seed": 5}
-    options |= {"master_weights": "remainder"} if dtype == BF16 else {}
-
-    def ranks():
-        model = sharded(stage, dtype)
-        optimizer = adamw(groups(model), **options)
-        train(model, optimizer, range(1))
-        saved = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
-        whole, state = values(model), optimizer.state_dict()
-        places = {p: s["exp_avg_codes"].data_ptr() for p, s in optimizer.state.items()}
-        train(model, optimizer, range(1, 3))
-        model.load_state_dict(whole)
-        [engine] = optimizer.engines()
-        for name, p in model.named_parameters():
-            target = engine.shards.piece(p).param.detach()
-            optimizer.load_piece(p, target, {**saved[p], "mine": torch.tensor(3)}, where=name)
-            assert optimizer.state[p].pop("mine") == 3
-            assert optimizer.state[p]["exp_avg_codes"].data_ptr() == places[p]
-        assert_same_state(optimizer.state_dict(), state)
-        return True
-
-    assert run_ranks(ranks, 2) == [True, True]
+        assert_same_state(state, alone.state_dict())
+        torch.optim.AdamW(groups(model)).load_state_dict(torchs)
 
 
 def test_states_are_checked_and_seen_in_their_whole_shapes():
     def ranks():
-        model = sharded(3)
+        model, seen = sharded(3), []
         optimizer = AdamW(model.parameters())
         train(model, optimizer, range(1))
-        seen = []
         optimizer.register_state_dict_post_hook(
             lambda _, state: seen.append(state["state"][0]["exp_avg"].shape)
         )
@@ -529,14 +412,5 @@ def test_states_are_checked_and_seen_in_their_whole_shapes():
         state["state"][0]["exp_avg"] = torch.zeros(40, 34)
         optimizer.load_state_dict(state)
 
-    words = r"expected exp_avg of shape \[40, 33\] for parameter 0 "
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=r"expected exp_avg of shape \[40, 33\] for parameter 0 "):
         run_ranks(ranks, 2)
-    model = Bag()
-    optimizer = AdamW(model.parameters())
-    train_alone(model, optimizer, range(1))
-    saved = {**optimizer.state[model.bias], "exp_avg": torch.zeros(34, device="meta")}
-    words = r"expected exp_avg of shape \[33\] for its bias, got shape"
-    with pytest.raises(ValueError, match=words):
-        optimizer.check_saved(model.bias, saved, where="its bias")
-    optimizer.check_saved(model.bias, optimizer.state[model.bias], where="its bias")

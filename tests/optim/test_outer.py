@@ -55,7 +55,6 @@ def muon(model, **options):
 
 
 def train(model, opt, steps, first=0, of=(0, 1)):
-    """Training steps; of n replicas each has every nth batch."""
     for i in range(first, first + steps):
         ids = batch(of[0] + i * of[1])
         logits = model(ids)
@@ -110,17 +109,14 @@ def test_replicas_with_equal_data_are_the_inner_run(stage, make, masters, replic
 @covering(1, ("stage", [0, 2, 3]), ("offload", ["optimizer", "parameters"]))
 def test_state_on_the_host(stage, offload):
     """The outer step is one of what lies there: the bits of the run without offload."""
-    offload = offload if stage == 3 else "optimizer"
+    how = {"replicas": 2, "every": 3, "lr": 0.7, "momentum": 0.9}
 
-    def replicas(**more):
-        how = {"replicas": 2, "every": 3, "lr": 0.7, "momentum": 0.9}
-        return run(6, options={"zero_stage": stage, **more}, **how)[0]
+    def weights_with(**more):
+        options = {"zero_stage": stage, **more}
+        return run_ranks(lambda: run(6, options=options, **how)[0], 4, timeout_s=30)
 
-    expected, away = (
-        run_ranks(lambda more=more: replicas(**more), 4, timeout_s=30)
-        for more in ({}, {"offload": offload})
-    )
-    assert all(map(same, away, expected))
+    away = weights_with(offload=offload if stage == 3 else "optimizer")
+    assert all(map(same, away, weights_with()))
 
 
 def diloco(n, steps, every, lr, momentum):
@@ -169,15 +165,11 @@ def test_lookahead():
 
 
 def test_a_run_goes_on_from_its_state():
-    """Of the inner optimizer, in which the outer state is."""
 
     def halves(stop):
-        model = Net()
-        opt = adamw(model)
+        (model, opt), (other, second) = ((m, adamw(m)) for m in (Net(), Net(seed=7)))
         Outer(opt, every=3)
         train(model, opt, stop)
-        other = Net(seed=7)
-        second = adamw(other)
         outer = Outer(second, every=3)
         other.load_state_dict(model.state_dict())
         second.load_state_dict(opt.state_dict())
@@ -190,8 +182,7 @@ def test_a_run_goes_on_from_its_state():
 
 
 def part(folder, replicas, steps, first=0, *, load=False, stage=0, shared=False, **outer):
-    """A part of a run, from a checkpoint where told and into one; each replica has its own, or all
-    load that of the first one."""
+    """A part of a run, from and into checkpoints: of each replica, or one that all share."""
     mesh = Mesh(replicas=replicas)
     model = parallelize(Net(), mesh, Parallel.of(zero_stage=stage, **SMALL))
     opt = adamw(model)
@@ -242,7 +233,6 @@ def test_errors_of_other_replicas_are_dropped_aloud(after, wire, why, tmp_path):
 
 @sweep("form", ["bf16", "int8", "int4"])
 def test_compressed_differences(form):
-    """All replicas get the same weights; fewer bytes."""
     how = {"replicas": 2, "every": 2, **AS_IT_IS}
     exact, compressed = (
         run_ranks(lambda wire=wire: run(12, wire=wire, **how), 2) for wire in ("fp32", form)
@@ -255,16 +245,15 @@ def test_compressed_differences(form):
 
 
 def test_two_models_on_the_same_replicas():
-    """Each has an outer optimizer of its own, on the same mesh."""
 
     def together():
         mesh = Mesh(replicas=2)
         models = [parallelize(Net(seed=s), mesh, Parallel.of(**SMALL)) for s in (0, 1)]
-        opts = [adamw(model) for model in models]
-        for opt in opts:
+        both = [(model, adamw(model)) for model in models]
+        for _, opt in both:
             Outer(opt, every=2)
         for i in range(4):
-            for model, opt in zip(models, opts, strict=True):
+            for model, opt in both:
                 train(model, opt, 1, i, of=(mesh.replica, 2))
         return [weights(model) for model in models]
 

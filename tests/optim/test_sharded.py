@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cells import few, slow
 from optimizers import BF16, FP16, FP32, assert_same
 from test_optim_sharded import Bag
@@ -17,6 +18,8 @@ from torch import optim
 
 import fastpar
 from fastpar import Mesh, Sharded
+from fastpar.checkpoint.restore import load_checkpoint
+from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.kernels.adamw import master_split
 from fastpar.optim.schedule import DynamicLossScale
 from fastpar.sharding.placements import Replicate, Shard
@@ -46,8 +49,15 @@ def bag(dtype=FP32):
     return Bag(dtype, shapes=SHAPES, states=STATES)
 
 
+def on_ranks(stage, dtype=FP32, tp=1, weights=None, **options):
+    model = bag(dtype)
+    model.load_state_dict(weights or model.state_dict())
+    options = {"bucket_mb": 4e-3, "first_bucket_mb": 1e-3, **options}
+    asked = fastpar.Parallel.of(zero_stage=stage, **options)
+    return fastpar.parallelize(model, Mesh(tp=tp), asked)
+
+
 def gradients(step):
-    """Without that of one parameter in one step."""
     grads = gradients_of(step, shapes=SHAPES)
     return {name: grad for name, grad in grads.items() if (step, name) != (1, "bias")}
 
@@ -84,9 +94,7 @@ def alone(name, dtype, masters):
 
 def of_ranks(name, stage, tp, dtype, masters):
     inner, options = INNERS[name]
-    mesh = Mesh(tp=tp)
-    asked = fastpar.Parallel.of(zero_stage=stage, bucket_mb=4e-3, first_bucket_mb=1e-3)
-    model = fastpar.parallelize(bag(dtype), mesh, asked)
+    model = on_ranks(stage, dtype, tp)
     optimizer = Sharded(inner, groups(model), lr=1e-2, master_weights=masters, **options)
     train(model, optimizer, range(3))
     sizes = {}  # elements of each entry that this rank has
@@ -108,8 +116,7 @@ QUICK = few(CELLS, lambda cell: {(cell[0], cell[2]), (cell[1], cell[2])})
     ("name", "layout", "kept"), [cell if cell in QUICK else slow(*cell) for cell in CELLS]
 )
 def test_the_bits_of_one_process(name, layout, kept):
-    """Groups of their own options, a gradient that is missing once, a part that is empty. Of the
-    state each rank has its part: together they have every element once."""
+    """One gradient is missing once; ranks together have every element of the state once."""
     stage, dp, tp = layout
     dtype, masters = kept
     if tp > 1 and ("fused" in name or (dtype == BF16 and not masters)):
@@ -133,7 +140,7 @@ def test_the_bits_of_one_process(name, layout, kept):
 
 
 @pytest.mark.parametrize("name", ["Adam", "ASGD", "SGD", "SGD, plain", "Rprop"])
-def test_state_dicts_load_both_ways_and_go_on_with_the_same_bits(name):
+def test_checkpoints_and_state_dicts_go_both_ways_and_on_with_the_same_bits(name, tmp_path):
     inner, options = INNERS[name]
     whole = bag()
     plain = inner(groups(whole), lr=1e-2, **options)
@@ -141,62 +148,38 @@ def test_state_dicts_load_both_ways_and_go_on_with_the_same_bits(name):
     halfway, weights = copy.deepcopy(plain.state_dict()), values(whole)
     train(whole, plain, range(3, 5))
 
-    def ranks():
-        asked = fastpar.Parallel.of(zero_stage=2, bucket_mb=4e-3)
-        model = bag()
-        model.load_state_dict(weights)
-        model = fastpar.parallelize(model, Mesh(), asked)
-        optimizer = Sharded(inner, groups(model), lr=1.0, **options)
-        optimizer.load_state_dict(copy.deepcopy(halfway))
+    def first():
+        model = on_ranks(3)
+        optimizer = Sharded(inner, groups(model), lr=1e-2, **options)
+        train(model, optimizer, range(3))
+        return save_checkpoint(tmp_path, step=3, model=model, optimizer=optimizer)
+
+    def second(stage, path):
+        model = on_ranks(stage, weights=None if path else weights)
+        optimizer = Sharded(inner, groups(model), lr=1e-2 if path else 1.0, **options)
+        if path:
+            load_checkpoint(path, model=model, optimizer=optimizer)
+        else:
+            optimizer.load_state_dict(copy.deepcopy(halfway))
         train(model, optimizer, range(3, 5))
         return values(model), optimizer.state_dict()
 
-    for got, saved in run_ranks(ranks, 2):
-        assert_same(got, values(whole))
-        back = inner(groups(bag()), lr=1e-2, **options)
-        back.load_state_dict(saved)
-        assert_same(back.state_dict()["state"], plain.state_dict()["state"])
-
-
-@pytest.mark.parametrize("name", ["Adam", "SGD, plain"])
-def test_checkpoints_go_to_any_number_of_ranks(name, tmp_path):
-    inner, options = INNERS[name]
-    whole = bag()
-    train(whole, inner(groups(whole), lr=1e-2, **options), range(5))
-
-    def make(stage):
-        asked = fastpar.Parallel.of(zero_stage=stage, bucket_mb=4e-3)
-        model = fastpar.parallelize(bag(), Mesh(), asked)
-        return model, Sharded(inner, groups(model), lr=1e-2, **options)
-
-    def first():
-        model, optimizer = make(3)
-        train(model, optimizer, range(3))
-        saver = fastpar.Saver(tmp_path, model=model, optimizer=optimizer)
-        saver.save(3, {})
-        return saver.settle().path
-
-    def second(stage):
-        model, optimizer = make(stage)
-        fastpar.load_checkpoint(path, model=model, optimizer=optimizer)
-        train(model, optimizer, range(3, 5))
-        return values(model)
-
     path, *_ = run_ranks(first, 3)
-    for stage, world in ((2, 2), (0, 1), (1, 4)):
-        for got in run_ranks(second, world, stage):
+    for stage, world, place in ((2, 2, None), (2, 2, path), (0, 1, path), (1, 4, path)):
+        for got, saved in run_ranks(second, world, stage, place):
             assert_same(got, values(whole))
+            back = inner(groups(bag()), lr=1e-2, **options)
+            back.load_state_dict(saved)
+            assert_same(back.state_dict()["state"], plain.state_dict()["state"])
 
 
 def test_clipping_loss_scales_and_schedules():
     """The norm and the skipped steps are AdamW's, over all shards, at every stage alike."""
 
     def ranks(stage):
-        asked = fastpar.Parallel.of(zero_stage=stage, bucket_mb=4e-3, grad_dtype="fp32")
-        model = fastpar.parallelize(bag(BF16), Mesh(), asked)
-        optimizer = Sharded(
-            optim.RAdam, groups(model), lr=1e-2, max_grad_norm=0.5, master_weights=True
-        )
+        model = on_ranks(stage, BF16, grad_dtype="fp32")
+        options = {"lr": 1e-2, "max_grad_norm": 0.5, "master_weights": True}
+        optimizer = Sharded(optim.RAdam, groups(model), **options)
         scale = DynamicLossScale(2.0**8)
         schedule = optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
         seen = []
@@ -232,22 +215,17 @@ class Blockwise(optim.Optimizer):
         for group in self.param_groups:
             group["steps"] += 1
             for p in group["params"]:
-                state = self.state[p]
-                flat = p.grad.reshape(-1)
-                padded = torch.zeros(-(-flat.numel() // 256) * 256)
-                padded[: flat.numel()] = flat
-                blocks = padded.view(-1, 256)
+                state, n = self.state[p], p.numel()
+                padding = (0, -n % 256)
+                blocks = F.pad(p.grad.reshape(-1), padding).view(-1, 256)
                 if state:
-                    old = state["codes"].new_zeros(padded.numel(), dtype=torch.float32)
-                    old[: flat.numel()] = state["codes"].reshape(-1).float() - 128
-                    blocks = blocks + 0.9 * old.view(-1, 256) * state["absmax"][:, None]
+                    old = F.pad(state["codes"].reshape(-1).float() - 128, padding).view(-1, 256)
+                    blocks = blocks + 0.9 * old * state["absmax"][:, None]
                 scale = blocks.abs().amax(1).clamp(min=1e-12) / 127
                 codes = (blocks / scale[:, None]).round()
-                p -= group["lr"] * (codes * scale[:, None]).view(-1)[: flat.numel()].view(p.shape)
+                p -= group["lr"] * (codes * scale[:, None]).view(-1)[:n].view(p.shape)
                 state["absmax"], state["n"] = scale, group["steps"]
-                state["codes"] = (
-                    (codes + 128).to(torch.uint8).view(-1)[: flat.numel()].view(p.shape)
-                )
+                state["codes"] = (codes + 128).to(torch.uint8).view(-1)[:n].view(p.shape)
 
 
 def test_an_optimizer_with_blocks_and_counters_of_its_own(tmp_path):
@@ -255,39 +233,28 @@ def test_an_optimizer_with_blocks_and_counters_of_its_own(tmp_path):
     train(whole, optimizer := Blockwise(groups(whole)), [0, 2, 3])
     state = optimizer.state_dict()
 
-    def first():
-        asked = fastpar.Parallel.of(zero_stage=2, bucket_mb=4e-3)
-        model = fastpar.parallelize(bag(), Mesh(), asked)
+    def ranks(stage, path=None):
+        model = on_ranks(stage)
         optimizer = Sharded(Blockwise, groups(model))
-        train(model, optimizer, [0, 2])
-        saver = fastpar.Saver(tmp_path, model=model, optimizer=optimizer)
-        saver.save(2, {})
-        path = saver.settle().path
+        if path is None:
+            train(model, optimizer, [0, 2])
+            path = save_checkpoint(tmp_path, step=2, model=model, optimizer=optimizer)
+        else:
+            load_checkpoint(path, model=model, optimizer=optimizer)
+            for group in optimizer.param_groups:
+                group["steps"] = 2  # a checkpoint has no options of groups
         train(model, optimizer, [3])
         return path, values(model), optimizer.state_dict()
 
-    def second(path):
-        asked = fastpar.Parallel.of(zero_stage=3, bucket_mb=4e-3)
-        model = fastpar.parallelize(bag(), Mesh(), asked)
-        optimizer = Sharded(Blockwise, groups(model))
-        fastpar.load_checkpoint(path, model=model, optimizer=optimizer)
-        for group in optimizer.param_groups:
-            group["steps"] = 2  # a checkpoint has no options of groups
-        train(model, optimizer, [3])
-        return path, values(model), optimizer.state_dict()
-
-    before = run_ranks(first, 3)
-    for _, got, saved in [*before, *run_ranks(second, 2, before[0][0])]:
+    before = run_ranks(ranks, 3, 2)
+    for _, got, saved in [*before, *run_ranks(ranks, 2, 3, before[0][0])]:
         assert_same(got, values(whole))
         assert_same(saved["state"], state["state"])
         assert [group["steps"] for group in saved["param_groups"]] == [3, 3]
 
 
-class Lamb(optim.Optimizer):
+class Lamb(optim.SGD):
     """Steps by the norm of the tensor."""
-
-    def __init__(self, params, lr=1e-2):
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self):

@@ -20,6 +20,7 @@ from optimizers import (
     UINT8,
     adafactor,
     adamw,
+    assert_same,
     assert_same_state,
     build,
     muon,
@@ -31,11 +32,9 @@ from optimizers import (
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-import fastpar
 from fastpar import Adafactor, AdamW, Muon
 from fastpar.kernels import accumulate_, pack_, unpack_
 from fastpar.kernels.adamw import decode_moment
-from fastpar.optim.base import check_overlap
 from fastpar.optim.schedule import DynamicLossScale
 from fastpar.optim.state import Storage
 
@@ -61,20 +60,18 @@ def test_a_run_through_a_saved_state_continues_bit_for_bit(dtype, make, options)
     resumed = build(dtype, seed=1)
     resumed.load_state_dict(saved["model"])
     other = make(resumed.parameters(), **options)  # its lr and its seed come from the file
-    other.max_grad_norm, other.grad_scale = optimizer.max_grad_norm, optimizer.grad_scale
+    other.max_grad_norm, other.grad_scale = 1.0, 2.0
     other.load_state_dict(saved["optimizer"])
     assert_same_state(other.state_dict(), optimizer.state_dict())
     assert other.param_groups[0]["lr"] is not saved["optimizer"]["param_groups"][0]["lr"]
-    given = [x for entries in saved["optimizer"]["state"].values() for x in entries.values()]
-    taken = [x for entries in other.state.values() for x in entries.values()]
-    assert not {x.data_ptr() for x in given} & {x.data_ptr() for x in taken}
-    twins = [
-        (resumed, other),
-        copy.deepcopy((model, optimizer)),
-        pickle.loads(pickle.dumps((model, optimizer))),
-    ]
+    given, taken = (
+        {x.data_ptr() for entries in state.values() for x in entries.values()}
+        for state in (saved["optimizer"]["state"], other.state)
+    )
+    assert not given & taken
+    copies = copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))
     want = run(model, optimizer, 3, start=3)
-    for twin_model, twin in twins:
+    for twin_model, twin in ((resumed, other), *copies):
         assert twin.skipped is False
         assert torch.equal(run(twin_model, twin, 3, start=3), want)
         assert torch.equal(twin.grad_norm, optimizer.grad_norm)
@@ -87,15 +84,9 @@ def test_names_and_dtypes_are_the_documented_ones(dtype, make, options):
     optimizer = make(model.parameters(), **options)
     run(model, optimizer, 1)
     moments = FP64 if dtype == FP64 else options.get("moment_dtype", FP32)
-    adam = {"step": FP32}
-    for name in ("exp_avg", "exp_avg_sq"):
-        if moments == UINT8:
-            adam |= {f"{name}_codes": UINT8, f"{name}_scale": FP32}
-        else:
-            adam[name] = moments
-    if options.get("amsgrad"):
-        adam["max_exp_avg_sq"] = moments
-    rows = {"step": FP32} | ({"exp_avg": FP32} if "beta1" in options else {})
+    kinds = {"": moments} if moments != UINT8 else {"_codes": UINT8, "_scale": FP32}
+    adam = {f"exp_avg{sq}{kind}": x for sq in ("", "_sq") for kind, x in kinds.items()}
+    adam |= {"step": FP32} | ({"max_exp_avg_sq": moments} if "amsgrad" in options else {})
     master = {}
     if options.get("master_weights") == "remainder":
         master["master_remainder"] = torch.int16
@@ -104,11 +95,10 @@ def test_names_and_dtypes_are_the_documented_ones(dtype, make, options):
     for p, state in optimizer.state.items():
         names = adam
         if make is adafactor:
-            shared = ("row_var", "col_var") if p.dim() > 1 else ("variance",)
-            names = rows | dict.fromkeys(shared, FP32)
+            names = ("row_var", "col_var") if p.dim() > 1 else ("variance",)
+            names = dict.fromkeys(("step", *names, *(["exp_avg"] * ("beta1" in options))), FP32)
         elif make is muon and p.dim() == 2:
-            kept = options.get("momentum_dtype", FP32)
-            names = {"momentum_buffer": kept}
+            names = {"momentum_buffer": options.get("momentum_dtype", FP32)}
             names |= {"row_second_moment": FP32} if "row_beta" in options else {}
         found = {name: value.dtype for name, value in state.items()}
         assert {**names, **master}.items() <= found.items()
@@ -118,11 +108,8 @@ def test_names_and_dtypes_are_the_documented_ones(dtype, make, options):
         assert optimizer.master_entry(p) in (*master, None)
 
 
-# Random bits
-
-
-def round_stochastically(seed, grads):
-    """One step from 1.0 on four equal parameters, of which each None in grads has no gradient."""
+def round_stochastically(seed, *grads):
+    """One step from 1.0 on equal parameters, of which each None in grads has no gradient."""
     params = [nn.Parameter(torch.ones(64, dtype=BF16)) for _ in grads]
     optimizer = AdamW(params, lr=1e-3, stochastic_rounding=True, seed=seed)
     for p, g in zip(params, grads):
@@ -133,17 +120,13 @@ def round_stochastically(seed, grads):
 
 def test_each_element_draws_its_own_bits_and_the_seed_decides():
     """Also equal parameters; and they do not depend on which others have a gradient."""
-    whole = round_stochastically(0, [1.0, 1.0, 1.0, 1.0])
+    whole = round_stochastically(0, 1.0, 1.0, 1.0, 1.0)
     assert len({tuple(p.tolist()) for p in whole}) == 4
-    part = round_stochastically(0, [None, 1.0, None, 1.0])
-    assert torch.equal(part[1], whole[1])
-    assert torch.equal(part[3], whole[3])
-    first, again, other = (round_stochastically(seed, [1.0]) for seed in (5, 5, 6))
-    assert torch.equal(first[0], again[0])
-    assert not torch.equal(first[0], other[0])
-
-
-# torch's state
+    part = round_stochastically(0, None, 1.0, None, 1.0)
+    assert all(map(torch.equal, part[1::2], whole[1::2]))
+    [first], [again], [other] = (round_stochastically(seed, 1.0) for seed in (5, 5, 6))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])
@@ -174,8 +157,7 @@ def test_every_form_loads_into_torch_and_comes_back(dtype, make, options):
     ours = build(dtype)
     b = make(ours.parameters(), **options)
     run(ours, b, 3)
-    eager = copy.deepcopy(ours)
-    eager = eager if dtype == FP64 else eager.float()
+    eager = copy.deepcopy(ours) if dtype == FP64 else copy.deepcopy(ours).float()
     a = torch.optim.AdamW(eager.parameters())
     a.load_state_dict(through_a_file(b.torch_state_dict()))
     for p, q in zip(ours.parameters(), eager.parameters()):
@@ -186,30 +168,27 @@ def test_every_form_loads_into_torch_and_comes_back(dtype, make, options):
                 expected = decode_moment(*parts, signed=name == "exp_avg")
             else:
                 expected = state[name].to(q.dtype)
-            assert a.state[q][name].dtype == q.dtype
-            assert torch.equal(a.state[q][name], expected)
+            assert_same(a.state[q][name], expected.to(q.dtype))
     assert set(step_counts(a)) == {3}
     if dtype == FP32:
         c = make(ours.parameters(), **options)
         c.load_state_dict(b.torch_state_dict())
         assert_same_state(b.state_dict(), c.state_dict())
     a.param_groups[0]["capturable"] = False  # on a CPU torch cannot
-    run(eager, a, 1)
-    assert vector(eager).isfinite().all()
+    assert run(eager, a, 1).isfinite().all()
 
 
-@pytest.mark.parametrize("step", [2, torch.tensor([2.0])])
+@sweep("step", [2, torch.tensor([2.0])])
 def test_an_older_state_of_torch_loads(step):
     """Before 1.12 step was a number, to 2.0 of shape [1] too, and groups had fewer options."""
     model = build()
-    a = torch.optim.AdamW(model.parameters(), **HYPER)
+    a, b = torch.optim.AdamW(model.parameters(), **HYPER), AdamW(model.parameters())
     run(model, a, 2)
     saved = copy.deepcopy(a.state_dict())
     for state in saved["state"].values():
         state["step"] = step
     for name in ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"):
         del saved["param_groups"][0][name]
-    b = AdamW(model.parameters())
     b.load_state_dict(saved)
     assert_same_state(a.state_dict(), b.state_dict())
     assert b.param_groups[0]["capturable"] is False
@@ -244,29 +223,25 @@ def test_adafactors_state_goes_both_ways(dtype):
 def test_the_step_count_has_torchs_dtype(default, default_dtype):
     """Loaded, from either default, in either optimizer; where the kernel reads it, it is fp32."""
     default_dtype(default)
-    for ours, theirs in ((AdamW, torch.optim.AdamW), (Adafactor, torch.optim.Adafactor)):
-        params = [nn.Parameter(torch.ones(3, 2, dtype=FP32)) for _ in range(2)]
-        optimizers = [ours([params[0]]), theirs([params[1]])]
-        for p, optimizer in zip(params, optimizers):
-            p.grad = torch.ones_like(p)
-            optimizer.step()
-            assert optimizer.state[p]["step"].dtype == default
+
+    def stepped(make, **options):
+        p = nn.Parameter(torch.ones(3, 2, dtype=FP32))
+        p.grad = torch.ones_like(p)
+        optimizer = make([p], **options)
+        optimizer.step()
+        return optimizer, optimizer.state[p]
+
+    for make in (AdamW, torch.optim.AdamW, Adafactor, torch.optim.Adafactor):
+        optimizer, state = stepped(make)
+        assert state["step"].dtype == default
         for dtype in (FP32, FP64):
-            saved = optimizers[1].state_dict()
+            saved = optimizer.state_dict()
             saved["state"][0]["step"] = torch.tensor(4.0, dtype=dtype)
-            for p, optimizer in zip(params, optimizers):
-                optimizer.load_state_dict(saved)
-                optimizer.step()
-                assert optimizer.state[p]["step"].dtype == dtype
-                assert optimizer.state[p]["step"] == 5
-    p = nn.Parameter(torch.ones(3, dtype=FP32))
-    p.grad = torch.ones_like(p)
-    optimizer = AdamW([p], capturable=True)
-    optimizer.step()
-    assert optimizer.state[p]["step"].dtype == FP32
-
-
-# From one form to another
+            optimizer.load_state_dict(saved)
+            optimizer.step()
+            [state] = optimizer.state.values()
+            assert (state["step"].dtype, state["step"]) == (dtype, 5)
+    assert stepped(AdamW, capturable=True)[1]["step"].dtype == FP32
 
 
 @pytest.mark.parametrize("make", [adamw, adafactor])
@@ -292,12 +267,12 @@ def test_masters_that_are_stale_or_missing_are_made_anew():
     run(model, a, 1)
     eager = torch.optim.AdamW(model.parameters(), **HYPER)
     eager.load_state_dict(a.state_dict())
-    run(model, eager, 1)
     rounded = adamw(model.parameters(), stochastic_rounding=True)
-    run(model, rounded, 1)
-    for saved in (eager.state_dict(), rounded.state_dict()):
+    for other in (eager, rounded):
+        run(model, other, 1)
+    for other in (eager, rounded):
         b = AdamW(model.parameters(), master_weights=True)
-        b.load_state_dict(saved)
+        b.load_state_dict(other.state_dict())
         for p in model.parameters():
             assert torch.equal(b.state[p]["master_weight"], p.detach().float())
     c = AdamW(model.parameters(), stochastic_rounding=True)  # has no use for one
@@ -305,15 +280,14 @@ def test_masters_that_are_stale_or_missing_are_made_anew():
     assert_same_state(c.state_dict(), rounded.state_dict())
 
 
-def test_each_parameter_has_the_master_that_it_needs():
-    """fp32 norms beside bf16 matrices: one optimizer, one step; fp32 is its own master."""
+@sweep(("kind", "entry"), [("remainder", "master_remainder"), (True, "master_weight")])
+def test_each_parameter_has_the_master_that_it_needs(kind, entry):
     model = build(BF16)
     model[2].float()
-    for kind, entry in (("remainder", "master_remainder"), (True, "master_weight")):
-        optimizer = adamw(model.parameters(), master_weights=kind)
-        run(model, optimizer, 1)
-        kept = [entry in optimizer.state[p] for p in model.parameters()]
-        assert kept == [True, True, False, False, True, True]
+    optimizer = adamw(model.parameters(), master_weights=kind)
+    run(model, optimizer, 1)
+    kept = [entry in optimizer.state[p] for p in model.parameters()]
+    assert kept == [True, True, False, False, True, True]
 
 
 def test_amsgrad_can_be_switched_on_later():
@@ -327,16 +301,14 @@ def test_amsgrad_can_be_switched_on_later():
 
 
 def test_entries_of_others_are_kept_and_hooks_see_what_is_loaded():
-    model = build()
+    model, seen = build(), []
     a, b = adamw(model.parameters()), AdamW(model.parameters())
     run(model, a, 1)
     saved = a.state_dict()
-    saved["state"][0] = {**saved["state"][0], "ema": torch.ones(2)}
-    saved["state"]["note"] = 5
+    saved["state"] |= {0: {**saved["state"][0], "ema": torch.ones(2)}, "note": 5}
     a.load_state_dict(saved)
     assert torch.equal(a.state[model[0].weight]["ema"], torch.ones(2))
     assert a.state["note"] == 5
-    seen = []
     b.register_load_state_dict_pre_hook(lambda _, saved: {**saved, "state": {}})
     b.register_load_state_dict_post_hook(lambda optimizer: seen.append(len(optimizer.state)))
     b.load_state_dict(a.state_dict())
@@ -344,12 +316,8 @@ def test_entries_of_others_are_kept_and_hooks_see_what_is_loaded():
     assert b.param_groups[0]["lr"] == HYPER["lr"]
 
 
-# States that do not fit
-
-
 def altered(saved, **changes):
-    """A copy with entries of parameters, "index_name", or options of its group set, or left out
-    where they are None."""
+    """A copy with entries "index_name" or options of its group set; None: left out."""
     saved = copy.deepcopy(saved)
     for where, value in changes.items():
         index, _, name = where.partition("_")
@@ -377,75 +345,44 @@ def ours(model, **options):
 OF_TWO = {"params": list(build().parameters())[:1]}, {"params": list(build().parameters())[1:2]}
 SHAPE = r"of shape \[4, 33\] for parameter 4 of group 0 \('3\.weight'\), got shape=\[3, 33\]; load"
 # what loads, the state, words
-UNFIT = {
-    "groups": (
-        ours, lambda: AdamW(OF_TWO).state_dict(),
-        r"AdamW\S* expected 1 parameter groups, got 2; load the state that was saved",
-    ),
-    "parameters": (
-        ours, lambda: saved_by(model=build()[0]), r"expected 6 parameters in group 0, got 2; load",
-    ),
-    "shape": (lambda m: AdamW(wider().named_parameters()), saved_by, f"expected exp_avg {SHAPE}"),
-    "moment": (
-        ours, lambda: altered(saved_by(), p2_exp_avg_sq=None),
-        r"expected exp_avg_sq for parameter 2 of group 0.*entries=\['exp_avg",
-    ),
-    "step": (
-        ours, lambda: altered(saved_by(), p1_step=None), r"expected step for parameter 1 of group",
-    ),
-    "scale": (
-        lambda m: ours(m, moment_dtype=UINT8),
-        lambda: altered(saved_by(moment_dtype=UINT8), p0_exp_avg_scale=torch.ones(2)),
-        r"expected exp_avg_scale of shape \[1\] for parameter 0 of group 0",
-    ),
-    "Adam's": (
-        ours, lambda: torch.optim.Adam(build().parameters()).state_dict(),
-        r"load_state_dict: expected decoupled_weight_decay=True, got .*=False; continue",
-    ),
-    "lr": (
-        ours, lambda: altered(saved_by(), lr=math.nan),
-        r"AdamW.load_state_dict: expected 0\.0 <= lr < inf, got",
-    ),
-    "betas": (
-        ours, lambda: altered(saved_by(), betas=(0.9, 0.99, 0.999)),
-        r"AdamW.load_state_dict: expected betas to be two",
-    ),
-    "amsgrad": (
-        lambda m: ours(m, moment_dtype=UINT8), lambda: saved_by(amsgrad=True),
-        r"moment_dtype=torch\.uint8 does not support amsgrad=True",
-    ),
-    "remainder": (
-        lambda m: AdamW(build(BF16, seed=1).parameters(), master_weights="remainder"),
-        lambda: saved_by(model=build(BF16), master_weights=True),
-        r"parameter 0 of group 0.*rounding of its saved master",
-    ),
-    "adafactor, shape": (
-        lambda m: Adafactor(wider().named_parameters()), lambda: saved_by(adafactor),
-        r"load_state_dict: expected row_var of shape \[4, 1\] for parameter 4 of group 0 \('3\.wei",
-    ),
-    "adafactor, kind": (
-        lambda m: Adafactor(list(m.parameters())[::-1]), lambda: saved_by(adafactor),
-        r"expected variance for parameter 0 of group 0, got entr",
-    ),
-    "adafactor, groups": (
-        lambda m: Adafactor([{"params": [p]} for p in m.parameters()]), lambda: saved_by(adafactor),
-        r"Adafactor.* expected 6 parameter groups, got 1; load",
-    ),
-    "adafactor, option": (
-        lambda m: adafactor(m.parameters()), lambda: altered(saved_by(adafactor), d=0.5),
-        r"Adafactor.load_state_dict: expected 1.0 <= d < inf",
-    ),
-    "muon, AdamW's": (
-        lambda m: Muon([m[0].weight]),
-        lambda: saved_by(model=nn.ParameterList([build()[0].weight])),
-        r"expected momentum_buffer for parameter 0 of group 0, go",
-    ),
-}  # fmt: skip
+UNFIT = [
+    (ours, lambda: AdamW(OF_TWO).state_dict(),
+     r"AdamW\S* expected 1 parameter groups, got 2; load the state that was saved"),
+    (ours, lambda: saved_by(model=build()[0]), r"expected 6 parameters in group 0, got 2; load"),
+    (lambda m: AdamW(wider().named_parameters()), saved_by, f"expected exp_avg {SHAPE}"),
+    (ours, lambda: altered(saved_by(), p2_exp_avg_sq=None),
+     r"expected exp_avg_sq for parameter 2 of group 0.*entries=\['exp_avg"),
+    (ours, lambda: altered(saved_by(), p1_step=None), r"expected step for parameter 1 of group"),
+    (lambda m: ours(m, moment_dtype=UINT8),
+     lambda: altered(saved_by(moment_dtype=UINT8), p0_exp_avg_scale=torch.ones(2)),
+     r"expected exp_avg_scale of shape \[1\] for parameter 0 of group 0"),
+    (ours, lambda: torch.optim.Adam(build().parameters()).state_dict(),
+     r"load_state_dict: expected decoupled_weight_decay=True, got .*=False; continue"),
+    (ours, lambda: altered(saved_by(), lr=math.nan),
+     r"AdamW.load_state_dict: expected 0\.0 <= lr < inf, got"),
+    (ours, lambda: altered(saved_by(), betas=(0.9, 0.99, 0.999)),
+     r"AdamW.load_state_dict: expected betas to be two"),
+    (lambda m: ours(m, moment_dtype=UINT8), lambda: saved_by(amsgrad=True),
+     r"moment_dtype=torch\.uint8 does not support amsgrad=True"),
+    (lambda m: AdamW(build(BF16, seed=1).parameters(), master_weights="remainder"),
+     lambda: saved_by(model=build(BF16), master_weights=True),
+     r"parameter 0 of group 0.*rounding of its saved master"),
+    (lambda m: Adafactor(wider().named_parameters()), lambda: saved_by(adafactor),
+     r"load_state_dict: expected row_var of shape \[4, 1\] for parameter 4 of group 0 \('3\.wei"),
+    (lambda m: Adafactor(list(m.parameters())[::-1]), lambda: saved_by(adafactor),
+     r"expected variance for parameter 0 of group 0, got entr"),
+    (lambda m: Adafactor([{"params": [p]} for p in m.parameters()]), lambda: saved_by(adafactor),
+     r"Adafactor.* expected 6 parameter groups, got 1; load"),
+    (lambda m: adafactor(m.parameters()), lambda: altered(saved_by(adafactor), d=0.5),
+     r"Adafactor.load_state_dict: expected 1.0 <= d < inf"),
+    (lambda m: Muon([m[0].weight]),  # AdamW's state
+     lambda: saved_by(model=nn.ParameterList([build()[0].weight])),
+     r"expected momentum_buffer for parameter 0 of group 0, go"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", UNFIT)
-def test_states_that_do_not_fit_are_refused_and_nothing_changes(case):
-    make, saved, message = UNFIT[case]
+@sweep(("make", "saved", "message"), UNFIT)
+def test_states_that_do_not_fit_are_refused_and_nothing_changes(make, saved, message):
     optimizer = make(build())
     for group in optimizer.param_groups:
         put_gradients(group["params"], 0)
@@ -456,13 +393,9 @@ def test_states_that_do_not_fit_are_refused_and_nothing_changes(case):
     assert str(optimizer.state_dict()) == before
 
 
-# Options, parameters, memory and gradients that are refused, each by its name
-
-
 OPTIONS = {
     AdamW: [
         ({"lr": -1.0}, r"AdamW: expected 0\.0 <= lr < inf, got lr=-1\.0"),
-        ({"lr": math.nan}, r"expected 0\.0 <= lr < inf, got lr=nan"),
         ({"lr": torch.tensor(-1.0)}, r"expected 0\.0 <= lr < inf, got lr=-1\.0"),
         ({"lr": torch.ones(2)}, r"a tensor of one element, got lr of shape=\[2\]"),
         ({"lr": "0.1"}, "expected lr to be a number, got lr='0.1'"),
@@ -470,14 +403,10 @@ OPTIONS = {
         ({"betas": (0.9, -0.1)}, r"betas\[1\] < 1\.0, got betas\[1\]=-0\.1"),
         ({"betas": (torch.tensor(1.5), 0.9)}, r"betas\[0\] < 1\.0, got betas\[0\]=1\.5"),
         ({"betas": None}, "expected betas to be two numbers, got betas=None"),
-        ({"betas": (0.9, 0.99, 0.5)}, "expected betas to be two numbers"),
         ({"betas": (0.9, None)}, r"expected betas\[1\] to be a number"),
-        ({"eps": -1.0}, r"expected 0\.0 <= eps .* got eps=-1\.0"),
         ({"weight_decay": -0.1}, r"got weight_decay=-0\.1"),
         ({"max_grad_norm": 0.0}, r"expected max_grad_norm > 0 or None, got max_grad_norm=0\.0"),
-        ({"max_grad_norm": math.nan}, r"expected max_grad_norm > 0 or None, got max_grad_norm=nan"),
         ({"seed": -1}, r"expected 0 <= seed < 2\*\*63, got seed=-1"),
-        ({"seed": 0.5}, "expected 0 <= seed"),
         ({"differentiable": True}, r"expected differentiable=False, got .*=True; use torch\.optim"),
         ({"foreach": True, "fused": True}, r"expected at most one of foreach and fused"),
         ({"master_weights": "half"}, r"False, True or 'remainder', got master_weights='half'"),
@@ -496,8 +425,6 @@ OPTIONS = {
         ({"weight_decay": -0.1}, r"got weight_decay=-0\.1"),
         ({"beta1": 1.0}, r"expected 0\.0 <= beta1 < 1\.0, got beta1=1\.0"),
         ({"foreach": "yes"}, "expected foreach to be None, True or False"),
-        ({"max_grad_norm": 0.0}, r"Adafactor: expected max_grad_norm > 0 or None, got"),
-        ({"master_weights": "full"}, r"to be False, True or 'remainder', got .*='full'"),
     ],
     Muon: [
         ({"matrices": 4}, r"outputs of parameter 0 .*=\[6, 4\], got matrices=4"),
@@ -509,10 +436,8 @@ OPTIONS = {
     ],
     DynamicLossScale: [
         ({"init": 0.5}, r"expected 0 < min_scale=1\.0 <= init <= max_scale=.*, got init=0\.5"),
-        ({"init": 2.0**30}, r"got init=1073741824\.0"),
         ({"min_scale": 0.0}, r"expected 0 < min_scale=0\.0"),
         ({"growth_interval": 0}, r"expected an integer growth_interval >= 1, got .*=0"),
-        ({"growth_interval": 1.5}, r"expected an integer growth_interval >= 1, got .*=1\.5"),
         ({"init": math.inf, "max_scale": math.inf}, r"init finite, got init=inf"),
     ],
 }  # fmt: skip
@@ -543,23 +468,21 @@ def test_options_at_their_limits_are_accepted():
 
 def test_options_of_a_group_are_checked_and_the_group_is_not_kept():
     optimizer = AdamW(build().parameters())
+    group = {"params": [nn.Parameter(torch.ones(2))]}
     with pytest.raises(ValueError, match=r"AdamW: expected 0\.0 <= lr < inf, got lr=-2\.0"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": -2.0})
+        optimizer.add_param_group({**group, "lr": -2.0})
     assert len(optimizer.param_groups) == 1
-    for name, value in {
-        "master_weights": True, "stochastic_rounding": False, "seed": 1, "moment_dtype": UINT8,
-        "max_grad_norm": 1.0, "zero_grad_in_step": True,
-    }.items():  # fmt: skip
+    for name in (
+        *("master_weights", "stochastic_rounding", "seed", "moment_dtype", "max_grad_norm"),
+        "zero_grad_in_step",
+    ):
         with pytest.raises(ValueError, match=rf"{name} is an option of the opt.*Redundancy"):
-            AdamW([{"params": [nn.Parameter(torch.ones(2))], name: value}])
+            AdamW([{**group, name: True}])
 
-
-# Parameters
 
 WHOLE = torch.randn(4, 6)
 PARAMETERS = [
     (AdamW, torch.zeros(3, dtype=BF16), {}, r"bfloat16 with master_weights=False .*; pass mast"),
-    (AdamW, torch.zeros(3, dtype=FP16), {}, r"float16 with master_weights=False .*; pass mast"),
     (AdamW, torch.zeros(3, dtype=FP16), {"master_weights": "remainder"}, "float16 with 'remainder"),
     (AdamW, torch.zeros(3, dtype=FP16), {"stochastic_rounding": True}, "with stochastic_rounding="),
     (AdamW, torch.zeros(3), {"amsgrad": True, "moment_dtype": UINT8}, "not support amsgrad=True"),
@@ -625,25 +548,25 @@ def test_parameters_that_change_their_strides_later():
 def test_memory_that_two_parameters_share_is_refused():
     flat = torch.zeros(100)
     a, b = nn.Parameter(flat[:60].view(6, 10)), nn.Parameter(flat[59:])
-    overlapping = r"got parameter 1 of group 0 overlapping parameter 0"
-    for pair in ([a, b], [a, a]):
-        with pytest.raises(ValueError, match=overlapping):
-            AdamW(pair)
-    with pytest.raises(ValueError, match=r"appear in more than one parameter group"):
-        AdamW([{"params": [a]}, {"params": [a]}])
+    parts = [nn.Parameter(flat), nn.Parameter(flat[1:3]), nn.Parameter(flat[50:60])]
+    orders = ((0, 1), (1, 0), (1, 2, 0), (2, 0))
+    overlapping = "got parameter 1 of group 0 overlapping parameter 0"
+    for params, words in (
+        ([a, b], overlapping),
+        ([a, a], overlapping),
+        ([{"params": [a]}, {"params": [a]}], "appear in more than one parameter group"),
+        *(([parts[i] for i in some], "parameters in separate memory, got") for some in orders),
+    ):
+        with pytest.raises(ValueError, match=words):
+            AdamW(params)
     optimizer = AdamW([("a", a)])
     with pytest.raises(ValueError, match=r"got parameter 0 of group 1 \('b'\) overlapping .*'a'"):
         optimizer.add_param_group({"params": [("b", b)]})
     assert len(optimizer.param_groups) == 1
-    parts = [nn.Parameter(flat), nn.Parameter(flat[1:3]), nn.Parameter(flat[50:60])]
-    for order in ((0, 1), (1, 0), (1, 2, 0), (2, 0)):
-        with pytest.raises(ValueError, match=r"expected parameters in separate memory, got"):
-            AdamW([parts[i] for i in order])
     # Neighbours and transposed views are taken.
-    parts = [flat[:20].view(4, 5).t(), flat[20:20], flat[20:100], torch.empty(0), torch.empty(0)]
-    params = [nn.Parameter(t) for t in parts]
+    views = [flat[:20].view(4, 5).t(), flat[20:20], flat[20:100], torch.empty(0), torch.empty(0)]
+    params = [nn.Parameter(t) for t in views]
     optimizer = AdamW([*params, nn.Parameter(torch.empty(3, device="meta"))])
-    check_overlap(optimizer.param_groups)
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -653,9 +576,12 @@ def test_memory_that_two_parameters_share_is_refused():
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("kind", ["flat", "original", "DTensor"])
 def test_parameters_of_torchs_fsdp(kind):
-    """Its flat parameters are plain tensors; a norm or a matrix needs those of all ranks. FSDP2
-    keeps a rank's part of each in a DTensor."""
+    """FSDP's flat parameters are plain tensors; those of FSDP2 are DTensors."""
     import torch.distributed as dist
+
+    def refused(words, make):
+        with pytest.raises(ValueError, match=words):
+            make(list(model.parameters()))
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -665,31 +591,22 @@ def test_parameters_of_torchs_fsdp(kind):
             fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
             words = "of group 0 of type=DTensor; instead of FSDP2's fully_shard use fastpar.par"
             for make in (AdamW, Adafactor):
-                with pytest.raises(ValueError, match=f"{make.__name__}: expected plain .*{words}"):
-                    make(model.parameters())
-            with pytest.raises(ValueError, match=r"got parameter 0 of group 1 .*DTensor"):
-                before.add_param_group({"params": list(model.parameters())})
+                refused(f"{make.__name__}: expected plain .*{words}", make)
+            add = before.add_param_group
+            refused(r"got parameter 0 of group 1 .*DTensor", lambda p: add({"params": p}))
             assert len(before.param_groups) == 1
             return
-        model = FullyShardedDataParallel(
-            model, use_orig_params=kind == "original", device_id=torch.device("cpu")
-        )
+        original, cpu = kind == "original", torch.device("cpu")
+        model = FullyShardedDataParallel(model, use_orig_params=original, device_id=cpu)
         got = "got parameter 0 of group 0.*, which FSDP has sharded; instead"
-        for make, words in (
-            (lambda p: AdamW(p, max_grad_norm=1.0), "AdamW: expected whole .* with max_grad_norm"),
-            (Adafactor, "Adafactor: expected whole parameters"),
-            (Muon, "Muon: expected whole parameters"),
-        ):
-            with pytest.raises(ValueError, match=f"{words}, {got}"):
-                make(model.parameters())
+        refused(f"AdamW: .* with max_grad_norm, {got}", lambda p: AdamW(p, max_grad_norm=1.0))
+        for make in (Adafactor, Muon):
+            refused(f"{make.__name__}: expected whole parameters, {got}", make)
         optimizer = AdamW(model.parameters())
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
     finally:
         dist.destroy_process_group()
-
-
-# Gradients and states of a step
 
 
 def test_a_step_that_is_refused_changes_nothing():
@@ -703,34 +620,20 @@ def test_a_step_that_is_refused_changes_nothing():
     model = build()
     optimizer = AdamW(model.parameters(), max_grad_norm=1.0)
     run(model, optimizer, 1)
-    before = vector(model)
+    before, state = vector(model), optimizer.state[model[0].weight]
     put_gradients(model, 1)
-    kept = optimizer.state[model[0].weight]["exp_avg"]
-    optimizer.state[model[0].weight]["exp_avg"] = torch.empty(33, 7, device="meta")
+    kept, state["exp_avg"] = state["exp_avg"], torch.empty(33, 7, device="meta")
     with pytest.raises(ValueError, match=r"adamw_step_: expected .*device.*meta"):
         optimizer.step()
-    optimizer.state[model[0].weight]["exp_avg"] = kept
-    p = model[3].weight
+    state["exp_avg"], p = kept, model[3].weight
     if not hasattr(p, "grad_dtype"):
         pytest.skip("torch < 2.13 refuses a gradient of another dtype itself")
-    p.grad = None
-    p.grad_dtype = BF16
+    p.grad, p.grad_dtype = None, BF16
     p.grad = torch.ones_like(p, dtype=BF16)
     with pytest.raises(ValueError, match=r"adamw_step_: expected .*grads\[4\]=torch\.bfloat16"):
         optimizer.step()
     assert torch.equal(vector(model), before)
     assert set(step_counts(optimizer)) == {1}
-
-
-def test_grad_scaler_beside_main_gradients():
-    """It would not see them: its update() fails, and a loss scale never finds its level."""
-    model = fastpar.parallelize(build(BF16), fastpar.Mesh(), grad_dtype=FP32)
-    optimizer = AdamW(model.parameters(), **HYPER, master_weights=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(model(torch.ones(2, 7).bfloat16()).float().square().mean()).backward()
-    words = r"GradScaler does not see main gradients"
-    with pytest.raises(RuntimeError, match=words):
-        scaler.step(optimizer)
 
 
 def test_buckets_are_not_written_through_negated_views():
@@ -745,5 +648,4 @@ def test_buckets_are_not_written_through_negated_views():
             op(*given)
     pack_(flat, [torch._neg_view(x)])
     accumulate_([total], [torch._neg_view(x)])
-    assert torch.equal(flat, -x)
-    assert torch.equal(total, -x)
+    assert flat.tolist() == total.tolist() == [-1.0] * 4

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import math
 
 import pytest
@@ -179,7 +180,6 @@ def falling_rate(model, optimizer, twin):
 
 
 def measured(model, optimizer, twin):
-    """The norm is over all groups."""
     run(model, optimizer, 2)
     want = torch.cat([p.grad.flatten() for p in parameters(model)]).double().norm().item()
     got = optimizer.grad_norm
@@ -329,24 +329,17 @@ def test_a_parameters_name_and_neighbours_do_not_count():
         assert torch.equal(run(model, optimizer, 3), vector(want))
         for i, p in enumerate(want.parameters()):
             alone = build()
-            optimizer = make([parameters(alone)[i]])
-            run(alone, optimizer, 3)
+            run(alone, make([parameters(alone)[i]]), 3)
             assert torch.equal(parameters(alone)[i], p)
-    values = []
-    for order in (list, lambda named: list(named)[::-1]):
-        model = build()
-        optimizer = adamw(order(model.named_parameters()), moment_dtype=BF16)
-        values.append(run(model, optimizer, 3))
-    assert torch.equal(*values)
-
-
-# What takes part in a step
+    models = build(), build()
+    named = [list(model.named_parameters()) for model in models]
+    optimizers = (adamw(some, moment_dtype=BF16) for some in (named[0], named[1][::-1]))
+    assert torch.equal(*(run(*pair, 3) for pair in zip(models, optimizers)))
 
 
 def test_closures_and_hooks_of_a_step():
-    model = build()
+    model, seen = build(), []
     optimizer = adamw(model.parameters(), lr=0.1)
-    seen = []
     for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
         register(lambda *_: seen.append(vector(model)))
 
@@ -365,7 +358,6 @@ def test_closures_and_hooks_of_a_step():
 
 @makers
 def test_parameters_without_a_gradient_frozen_ones_and_empty_ones(make):
-    """Skipped, they have no state; the others step as they do without them."""
     model, want = build(), build()
     empty = nn.Parameter(torch.zeros(0, 3))
     optimizer, alone = make([*model.parameters(), empty]), make(want[2:].parameters())
@@ -385,9 +377,6 @@ def test_parameters_without_a_gradient_frozen_ones_and_empty_ones(make):
     assert torch.equal(vector(model[2:]), vector(want[2:]))
     if make is adamw:
         assert int(optimizer.state[empty]["step"]) == 1
-
-
-# The norm, loss scales, skipped steps
 
 
 SKIPPING = [
@@ -420,29 +409,24 @@ def test_a_step_with_non_finite_gradients_is_skipped_under_a_loss_scale(maker, o
         assert set(step_counts(optimizer)) == {2}
 
 
-def test_without_a_loss_scale_non_finite_gradients_go_in():
-    model = build()
-    optimizer = adamw(model.parameters(), max_grad_norm=1.0)
-    put_gradients(model, 0)
-    model[3].bias.grad[1] = math.nan
-    optimizer.step()
-    assert not optimizer.skipped
-    assert optimizer.grad_norm.isnan()
-    assert vector(model).isnan().any()
-    # An overflow that is told counts beside a finite norm.
+@sweep("told", [False, True])
+def test_without_a_loss_scale_non_finite_gradients_go_in(told):
+    """An overflow that is told counts beside a finite norm."""
     model = build()
     optimizer, before = adamw(model.parameters(), max_grad_norm=1.0), vector(model)
-    optimizer.found_inf = torch.tensor(1.0)
-    run(model, optimizer, 1)
-    assert optimizer.grad_norm.isfinite()
-    assert optimizer.skipped
-    assert torch.equal(vector(model), before)
+    put_gradients(model, 0)
+    if told:
+        optimizer.found_inf = torch.tensor(1.0)
+    else:
+        model[3].bias.grad[1] = math.nan
+    optimizer.step()
+    assert optimizer.skipped == told == optimizer.grad_norm.isfinite()
+    assert torch.equal(vector(model), before) if told else vector(model).isnan().any()
 
 
 def test_grad_scaler_takes_fp16_gradients():
     """torch refuses to unscale those; here step() does it, into the master weights."""
-    model = build(FP16)
-    single = copy.deepcopy(model).float()
+    model, single = build(FP16), build(FP16).float()
     a, b = adamw(model.parameters(), master_weights=True), adamw(single.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     for step in range(4):
@@ -461,29 +445,24 @@ def test_grad_scaler_takes_fp16_gradients():
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_master_weights_follow_the_fp32_run(make, dtype):
     """And a remainder is as good as a master, where there is one."""
-    half = build(dtype)
-    single, short = copy.deepcopy(half).float(), copy.deepcopy(half)
+    half, single, short = build(dtype), build(dtype).float(), build(dtype)
     options = {"beta1": 0.9} if make is adafactor else {}
-    pairs = [(half, make(half.parameters(), master_weights=True, **options))]
-    pairs += [(single, make(single.parameters(), **options))]
-    if dtype == BF16 and make is not muon:
-        pairs += [(short, make(short.parameters(), master_weights="remainder", **options))]
+    pairs = [(half, True), (single, False)]
+    pairs += [(short, "remainder")] * (dtype == BF16 and make is not muon)
+    optimizers = [make(m.parameters(), master_weights=kind, **options) for m, kind in pairs]
     for step in range(6):
-        put_gradients(half, step)
-        for model, optimizer in pairs:
+        for (model, _), optimizer in zip(pairs, optimizers):
+            put_gradients(half, step)
             for p, q in zip(half.parameters(), model.parameters()):
                 q.grad = p.grad.to(q.dtype)
             optimizer.step()
     for p, q, r in zip(half.parameters(), single.parameters(), short.parameters()):
-        assert torch.equal(pairs[0][1].state[p]["master_weight"], q)
+        assert torch.equal(optimizers[0].state[p]["master_weight"], q)
         rounding = 2.0 ** (-8 if dtype == BF16 else -11)
         assert ((p.float() - q).abs() <= rounding * q.abs().clamp(min=2.0**-14)).all()
         if len(pairs) > 2:
             assert torch.equal(p, r)
-            assert pairs[2][1].state[r]["master_remainder"].dtype == torch.int16
-
-
-# On a GPU's terms: CUDA kernels, graphs without host reads, torch.compile
+            assert optimizers[2].state[r]["master_remainder"].dtype == torch.int16
 
 
 def test_a_capture_begins_after_a_first_step(monkeypatch):
@@ -501,33 +480,33 @@ def test_a_capture_begins_after_a_first_step(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_captured_step_replays():
-    plain, ours = build().cuda(), build().cuda()
+    models = build().cuda(), build().cuda()
     options = {"max_grad_norm": 1.0, "capturable": True}
-    a = AdamW(plain.parameters(), lr=torch.tensor(1e-2, device="cuda"), **options)
-    b = AdamW(ours.parameters(), lr=torch.tensor(1e-2, device="cuda"), **options)
-    generator = torch.Generator().manual_seed(0)
-    shapes = [p.shape for p in plain.parameters()]
-    grads = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(4)]
-    for p in (*plain.parameters(), *ours.parameters()):
-        p.grad = torch.zeros_like(p)
+    rates = [torch.tensor(1e-2, device="cuda") for _ in models]
+    a, b = (AdamW(m.parameters(), lr=lr, **options) for m, lr in zip(models, rates))
 
-    def fill(model, values):
-        for p, g in zip(model.parameters(), values):
-            p.grad.copy_(g)
+    source = build()
 
-    for model, optimizer in ((plain, a), (ours, b)):
-        fill(model, grads[0])
+    def fill(step):
+        put_gradients(source, step)
+        for model in models:
+            for p, q in zip(model.parameters(), source.parameters()):
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad.copy_(q.grad)
+
+    fill(0)
+    for optimizer in (a, b):
         optimizer.step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         b.step()
-    for values in grads[1:]:
-        for model, do in ((plain, a.step), (ours, graph.replay)):
-            fill(model, values)
-            do()
-        a.param_groups[0]["lr"].mul_(0.5)
-        b.param_groups[0]["lr"].mul_(0.5)
-    assert torch.equal(vector(plain), vector(ours))
+    for step in range(1, 4):
+        fill(step)
+        a.step()
+        graph.replay()
+        for lr in rates:
+            lr.mul_(0.5)
+    assert torch.equal(*map(vector, models))
     assert set(step_counts(b)) == {4}
 
 
@@ -540,25 +519,18 @@ def test_it_works_under_torch_compile_which_does_not_trace_the_step():
         optimizer = adamw(model.parameters(), max_grad_norm=1.0)
         forward = torch.compile(model, backend=forward_by) if forward_by else model
         step = torch.compile(lambda: optimizer.step(), backend=step_by) if step_by else None
-        losses = []
         for i in range(4):
-            loss = forward(torch.full((2, 7), 0.1 * i)).square().mean()
-            loss.backward()
+            forward(torch.full((2, 7), 0.1 * i)).square().mean().backward()
             (step or optimizer.step)()
             optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses, vector(model).tolist()
+        return vector(model).tolist()
 
     counter, want = CompileCounter(), train()
     assert train(forward_by="eager") == train(step_by=counter) == want
     assert counter.frame_count == 0
 
 
-# Gradients and states that lie in memory in unusual ways
-
-
 def layouts(x: Tensor) -> dict[str, Tensor]:
-    """The same values, each time laid out in another way."""
     gaps = x.new_zeros(*x.shape, 2)
     gaps[..., 0] = x
     return {
@@ -585,8 +557,11 @@ def rounded(p: Tensor, steps: int) -> Tensor:
     return 2 * steps * 3 * torch.finfo(p.dtype).eps / 2 * p.abs().max()
 
 
+AMSGRAD = {"amsgrad": True, "maximize": True}
+
+
 def making(**options):
-    return lambda params: AdamW(params, lr=0.1, **options)
+    return functools.partial(AdamW, lr=0.1, **options)
 
 
 @sweep("choice", ["auto", "torch"])
@@ -595,65 +570,48 @@ def test_gradients_may_lie_in_any_order(choice, monkeypatch):
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         values, grad = torch.randn(5, 3, dtype=dtype), torch.randn(5, 3, dtype=dtype)
         masters = {"master_weights": True} if dtype == torch.bfloat16 else {}
-        makes = [
-            making(**masters),
-            making(max_grad_norm=0.5, **masters),
-            making(amsgrad=True, maximize=True, **masters),
-        ]
+        makes = [making(**more, **masters) for more in ({}, {"max_grad_norm": 0.5}, AMSGRAD)]
         if dtype != torch.float64:
-            makes.append(lambda params, masters=masters: fastpar.Adafactor(params, **masters))
-        for make in makes:
+            makes.append(functools.partial(fastpar.Adafactor, **masters))
+        for make, (name, laid), turned in itertools.product(
+            makes, layouts(grad).items(), (False, True)
+        ):
             expected = stepped(make, values, [grad, 2 * grad])
-            for name, laid in layouts(grad).items():
-                for turned in (False, True):
-                    got = stepped(make, values, [laid, 2 * laid], turned)
-                    # torch's kernels, which Adafactor's sums are too, round by places in memory.
-                    ours = choice == "auto" and dtype != torch.float64 and make is not makes[-1]
-                    limit = 0.0 if ours else rounded(expected, steps=2)
-                    assert (got - expected).abs().max() <= limit, (choice, dtype, name, turned)
-        if masters:
-            continue
-        whole = stepped(making(), values, [torch.full((5, 3), 0.25, dtype=dtype)])
-        one = torch.tensor(0.25, dtype=dtype)
-        assert torch.equal(stepped(making(), values, [one.expand(5, 3)]), whole)
-
-
-def test_zeroed_gradients_and_the_norm_of_negated_ones():
-    for dtype in (torch.float32, torch.float64):
-        grad = torch.randn(5, 3, dtype=dtype)
+            got = stepped(make, values, [laid, 2 * laid], turned)
+            # torch's kernels, which Adafactor's sums are too, round by places in memory.
+            ours = choice == "auto" and dtype != torch.float64 and make in makes[:3]
+            limit = 0.0 if ours else rounded(expected, steps=2)
+            assert (got - expected).abs().max() <= limit, (choice, dtype, name, turned)
         for name, laid in layouts(grad).items():
-            assert global_norm([laid]).norm == global_norm([grad]).norm, name
-            p = torch.nn.Parameter(torch.randn(5, 3, dtype=dtype))
-            p.grad = laid
-            AdamW([p], zero_grad_in_step=True).step()
+            assert masters or global_norm([laid]).norm == global_norm([grad]).norm, name
+            stepped(making(zero_grad_in_step=True, **masters), values, [laid])
             assert not laid.any(), name
-    flat, values = torch._neg_view(torch.ones(4)), torch.zeros(4)
-    adamw_step_([values], [flat], *([torch.zeros(4)] for _ in range(2)), Hyper(1, 0, 0, 0, 0, 1))
-    assert torch.equal(values, torch.ones(4))
+        if not masters:
+            one = torch.tensor(0.25, dtype=dtype)
+            whole = stepped(making(), values, [one.repeat(5, 3)])
+            assert torch.equal(stepped(making(), values, [one.expand(5, 3)]), whole)
 
 
-def test_saved_states_may_lie_in_any_order():
+def test_saved_states_and_buffers_may_lie_in_any_order():
     values, grad = torch.randn(5, 3), torch.randn(5, 3)
     for make in (making(), fastpar.Adafactor):
         expected = stepped(make, values, [grad, grad])
-        p = torch.nn.Parameter(values.clone())
-        first = make([p])
-        p.grad = grad
-        first.step()
         for name in layouts(values):
+            p, q = (torch.nn.Parameter(values.clone()) for _ in range(2))
+            first, second = make([p]), make([q])
+            p.grad = q.grad = grad
+            first.step()
             saved = first.state_dict()
             state = {
                 key: layouts(x)[name] if x.dim() > 1 else x for key, x in saved["state"][0].items()
             }
-            q = torch.nn.Parameter(p.detach().clone())
-            second = make([q])
             second.load_state_dict({**saved, "state": {0: state}})
-            q.grad = grad
+            q.data.copy_(p.detach())
             second.step()
             assert torch.equal(q, expected), name
-
-
-# What settings make: groups, learning rates, the loss scale
+    flat, values = torch._neg_view(torch.ones(4)), torch.zeros(4)
+    adamw_step_([values], [flat], *([torch.zeros(4)] for _ in range(2)), Hyper(1, 0, 0, 0, 0, 1))
+    assert torch.equal(values, torch.ones(4))
 
 
 def test_param_groups_decay_matrices_only_and_tied_ones_once():
@@ -763,31 +721,24 @@ def test_a_step_has_the_weight_decay_of_the_settings(name):
 
 
 def test_the_loss_scale_grows_after_finite_steps_halves_on_overflow_and_has_limits():
+    def updated(scale, *overflows):
+        for overflow in overflows:
+            scale.update(overflow)
+        return scale.scale
+
     scale = DynamicLossScale(init=8.0, growth_interval=3)
-    seen = []
-    for overflow in (False, False, True, False, False, False, False):
-        scale.update(overflow)
-        seen.append(scale.scale)
+    seen = [updated(scale, n == 2) for n in range(7)]
     assert seen == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0]
     scale = DynamicLossScale(init=8.0, growth_interval=1, min_scale=3.0, max_scale=20.0)
-    for _ in range(5):
-        scale.update(False)
-    assert scale.scale == 20.0
-    for _ in range(3):
-        scale.update(True)
-    assert scale.scale == 3.0
+    assert updated(scale, *[False] * 5) == 20.0
+    assert updated(scale, *[True] * 3) == 3.0
     with pytest.raises(RuntimeError, match=r"overflow at the smallest scale, 3\.0; the run"):
         scale.update(True)
-
-
-def test_a_saved_loss_scale_continues():
+    # What is saved continues.
     a, b = DynamicLossScale(init=8.0, growth_interval=3), DynamicLossScale(growth_interval=3)
-    for overflow in (True, False, False):
-        a.update(overflow)
+    updated(a, True, False, False)
     b.load_state_dict(a.state_dict())
-    a.update(False)
-    b.update(False)
-    assert a.scale == b.scale == 8.0
+    assert updated(a, False) == updated(b, False) == 8.0
     assert a.state_dict() == b.state_dict()
     for value in (0.0, math.nan, 2.0**40):
         words = r"expected a scale in \[1\.0, 16777216\.0\], got scale="

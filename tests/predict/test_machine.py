@@ -14,25 +14,16 @@ from fastpar.predict import machine
 from fastpar.predict.machine import (
     DEVICES,
     GENERATIONS,
-    GIB,
-    LAUNCH_S,
-    LINKS,
-    WAYS,
     Cluster,
     DatasheetRates,
     Network,
-    about_machine,
-    commit,
     device_of,
     find_device,
     find_link,
     hierarchy,
-    larger_device,
-    measure_ceilings,
     place,
     ring,
     tree,
-    version_of,
 )
 from fastpar.predict.time import comm_ops_of, ops_of
 from fastpar.settings.model import GPTConfig
@@ -41,30 +32,26 @@ MIB = 2**20
 WORKLOAD = Workload(GPTConfig.preset("gpt2-xl", dropout=0.0), 64)
 
 
-# This one
-
-
 def test_a_result_names_machine_and_versions(monkeypatch):
     """Enough to compare, nothing private."""
-    about = about_machine("cpu")
+    about = machine.about_machine("cpu")
     assert about["device"].startswith(f"CPU: {cpu_name()}, ")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", about["date"])
-    assert about["torch"] == version_of("torch")
+    assert about["torch"] == machine.version_of("torch")
     text = json.dumps(about)
     assert os.path.expanduser("~") not in text
     assert os.getcwd() not in text
-    assert version_of("no-such-package-of-ours") is None
+    assert machine.version_of("no-such-package-of-ours") is None
     with monkeypatch.context() as patch:  # changes of the checkout are marked
         answers = iter(["0123456789ab", " M fastpar/x.py"])
         patch.setattr(machine, "_output", lambda command: next(answers))
-        assert commit() == "0123456789ab+"
+        assert machine.commit() == "0123456789ab+"
     monkeypatch.setenv("PATH", "")  # there is no git
     monkeypatch.setenv("FASTPAR_COMMIT", "abc")
-    assert commit() == "abc"
+    assert machine.commit() == "abc"
 
 
 def test_ceilings(monkeypatch):
-    """Units, and the faster of two products counts."""
     ms = {"copy": 2.0, "torch": 4.0, "linear": 1.0}
 
     def interleave(variants, clock, *, budget_s):
@@ -72,7 +59,7 @@ def test_ceilings(monkeypatch):
         return {name: Timing(ms[name], 0.0, 0.0, 1) for name in variants}
 
     monkeypatch.setattr(machine, "interleave", interleave)
-    found = measure_ceilings("cpu", quick=True)
+    found = machine.measure_ceilings("cpu", quick=True)
     assert found.matmul == "fp32 256^3"
     assert found.copy_gb_per_s == pytest.approx(8 * 2**20 / 2e6)  # read and written, in 2 ms
     assert found.matmul_tflop_per_s == pytest.approx(2 * 256**3 / 1e9)
@@ -96,10 +83,12 @@ def test_names():
         of_torch, *others = names.split(", ")
         assert device_of(of_torch).name == expected
         assert {find_device(name).name for name in (of_torch, *others)} == {expected}
+    assert device_of("Radeon") is None
     assert find_link("Ethernet-100") is find_link("eth-100")
     assert find_link("infiniband_ndr") is find_link("ib-ndr")
-    assert [larger_device(n * GIB) for n in (30, 100, 1000)] == ["v100", "h200", None]
-    assert larger_device(79 * GIB) in ("a100-pcie", "a100")
+    larger = [machine.larger_device(gib * machine.GIB) for gib in (30, 100, 1000)]
+    assert larger == ["v100", "h200", None]
+    assert machine.larger_device(79 * machine.GIB) in ("a100-pcie", "a100")
 
 
 def test_every_row_is_whole():
@@ -113,7 +102,7 @@ def test_every_row_is_whole():
         assert find_device(d.name) is d
         assert d.peak_flops >= d.peak_flops_fp32 > 0
         assert d.price_per_hour > 0
-        assert d.memory_bytes > GIB
+        assert d.memory_bytes > machine.GIB
     assert not find_device("v100").has_bf16
     assert find_device("a100").has_bf16
     assert find_device("cpu").kind == "cpu"
@@ -121,20 +110,7 @@ def test_every_row_is_whole():
     assert find_link("nvlink4").bytes_per_s == 450e9
     assert find_link("eth-100").bytes_per_s == 12.5e9
     assert find_link("eth-100").of_node
-    assert all(0 < link.achieved < 1 and link.latency_s > 0 for link in LINKS)
-
-
-def test_unknown_names_list_what_there_is():
-    assert device_of("Radeon") is None
-    with pytest.raises(ValueError, match=r"did you mean (\S+)\? choose one of .*\b\1\b") as e:
-        find_device("rtx9090")  # an alias is near; its name is in the list
-    assert "rtx4090" not in str(e.value)
-    with pytest.raises(ValueError, match="find_device: expected a device of the table") as e:
-        find_device("")
-    assert "did you mean" not in str(e.value)
-
-
-# Clusters
+    assert all(0 < link.achieved < 1 and link.latency_s > 0 for link in machine.LINKS)
 
 
 def test_cluster_has_what_is_usual():
@@ -152,6 +128,8 @@ def network(n_devices=64, per_node=8, inter="ib-hdr"):
 
 REFUSED = [
     (lambda: find_device("h101"), r"got name='h101'; did you mean h100\? choose one of b200, "),
+    (lambda: find_device("rtx9090"), r"did you mean (rtx-\S+)\? choose one of .*\b\1\b"),
+    (lambda: find_device(""), "find_device: expected a device of the table, got name=''; choose"),
     (lambda: find_link("nvlink9"), r"name='nvlink9'; did you mean nvlink\d\? choose one of "),
     (lambda: Cluster.of("h100", 8, inter="pigeon"), "find_link: expected a link of the table"),
     (lambda: Cluster.of("h100", 0), "Cluster: expected a positive integer, got n_devices=0; set "),
@@ -170,9 +148,6 @@ def test_what_is_refused(act, words):
         act()
 
 
-# Rates by data sheets
-
-
 def rates_of(name="a100", n=8, **options):
     return DatasheetRates(Cluster.of(name, n), Setup(world_size=n, **options))
 
@@ -183,7 +158,6 @@ def product(m, k, n, direction="forward"):
 
 @pytest.mark.parametrize("device", [d.name for d in DEVICES])
 def test_nothing_is_faster_than_the_sheet(device):
-    """Neither in operations nor in bytes."""
     rates, d = rates_of(device), find_device(device)
     assert set(GENERATIONS) == {other.generation for other in DEVICES}
     for op in ops_of(WORKLOAD, Setup(8, micro_batch_size=8, activation_checkpointing="full")):
@@ -195,8 +169,7 @@ def test_nothing_is_faster_than_the_sheet(device):
 
 
 def test_products():
-    """Large ones reach what the generation does; one tile more than fits costs a wave; thin ones
-    wait for memory; backward is two; formats have peaks."""
+    """Large ones reach the rate; one tile more costs a wave; thin ones wait for memory."""
     for name in ("a100", "h100", "v100"):
         rates, n = rates_of(name), 16384
         reached = 2 * n**3 / rates.op_s(product(n, n, n)) / rates.peak_flops
@@ -207,7 +180,7 @@ def test_products():
     assert rates.utilization(4096, 4096, 130) < rates.utilization(4096, 4096, 128)
     long = [rates.utilization(128, k, 128) for k in (256, 4096, 65536)]
     assert long == sorted(long)
-    seconds = rates.op_s(product(1, 8192, 8192)) - LAUNCH_S["cuda"]
+    seconds = rates.op_s(product(1, 8192, 8192)) - machine.LAUNCH_S["cuda"]
     assert seconds == pytest.approx(2 * 8192 * 8192 / (2039e9 * 0.85), rel=0.01)
     backward, again, forward = (
         rates.op_s(product(8192, 4096, 4096, d)) for d in ("backward", "recompute", "forward")
@@ -251,8 +224,7 @@ def test_where_ranks_are(ranks, stride, expected):
 
 @sweep("ranks", [2, 4, 8])
 def test_large_ring_moves_two_parts_less_one(ranks):
-    """2 (n-1)/n of the bytes through one link; half of it for one direction. Inside of a node it
-    is a hierarchy, too."""
+    """2 (n-1)/n of the bytes pass each link, for one direction half; so too inside of a node."""
     net, n_bytes = network(), 1e12
     link = find_link("nvlink3")
     expected = 2 * (ranks - 1) / ranks * n_bytes / (link.bytes_per_s * link.achieved)
@@ -285,16 +257,9 @@ def test_hierarchy_beats_a_ring_over_slow_links():
         assert net.seconds("all_reduce", 1e10, 16) <= levels + net.start_s
 
 
-def test_every_device_has_an_adapter_or_its_part_of_one():
-    """Groups of one rank a node: with adapters of its own a rank has all of one, otherwise 1/8."""
-    for inter, rate in (("ib-hdr", 25e9 * 0.9), ("eth-400", 50e9 * 0.8 / 8)):
-        seconds = network(inter=inter).seconds("send", 1e11, 2, 8)
-        assert seconds == pytest.approx(1e11 / rate, rel=1e-3)
-
-
 def test_more_bytes_ranks_and_distance_are_never_faster():
     net = network(16384)
-    for kind in WAYS:
+    for kind in machine.WAYS:
         by_bytes = [net.seconds(kind, n, 16) for n in (0, MIB, 64 * MIB)]
         assert by_bytes == sorted(by_bytes)
         by_ranks = [net.seconds(kind, 64 * MIB, 2**i) for i in range(15)]

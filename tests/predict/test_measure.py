@@ -1,7 +1,7 @@
 """Rates that are measured here: kept, found again, scaled; what measures steps and their memory."""
 
 import gc
-import os
+import re
 import time
 from collections import Counter
 from dataclasses import replace
@@ -31,13 +31,10 @@ from fastpar.predict.measure import (
     Chain,
     ShortRun,
     busy,
-    cores_at_work,
     keep_rates,
     known_s,
     measure,
-    slowest,
     solve,
-    spaced,
     waited_for,
 )
 from fastpar.predict.memory import StepMemory, alive_bytes, held_bytes
@@ -53,7 +50,6 @@ MB = 1_000_000
 
 
 def check(rates, setups):
-    """All that a step of each setup does has been measured."""
     for setup in setups:
         assert all(rates.op_s(op) > 0 for op in ops_of(WORKLOAD, setup))
         for send in comm_ops_of(WORKLOAD, setup):
@@ -115,27 +111,15 @@ def test_overhead_is_solved_from_four_steps():
             measure(WORKLOAD, setups)
 
 
-def test_what_is_measured_of_ranks_sizes_and_other_work(monkeypatch):
-    """Sizes of exchanges span what is asked for; the slowest rank counts: ranks of dp meet behind
-    the chain, those of tp at every operation; a busy machine is told by cores and spread."""
-    found = spaced(40_000.0, 4e6)
-    assert (len(found), found[0] <= 11_000, abs(found[-1] - 4e6) <= 1024) == (4, True, True)
-    assert spaced(8.0, 8.0) == [1024]
+def test_the_slowest_rank_counts_and_a_busy_machine_is_told(monkeypatch):
+    """Ranks of dp meet behind the chain, those of tp at every operation."""
     a, b = ("matmul", (1, 2, 3), "forward"), ("copy", (4,), "backward")
     ranks = [{a: [1.0, 5.0], b: [2.0], WHOLE: [3.0, 7.0]}, {a: [2.0, 4.0], b: [1.0], WHOLE: [9.0]}]
     assert waited_for(ranks, each_operation=False) is ranks[0]
     assert waited_for(ranks, each_operation=True) == {a: [2.0, 5.0], b: [2.0], WHOLE: [9.0]}
-    assert slowest([[1.0, 5.0], [2.0, 3.0]]) == [2.0, 5.0]
     monkeypatch.setattr(module, "available_cores", lambda: 4)
     assert busy(0.9, 0.1) == ""
     assert busy(3.0, 0.35) == "3.0 of 4 cores busy before the start, spread 35%"
-    seen = iter([(100, 1000), (150, 1200)])
-    monkeypatch.setattr(module, "_ticks", lambda: next(seen))
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert cores_at_work(0.0) == pytest.approx(2.0)
-
-
-# Measured rates
 
 
 def rates(**about):
@@ -176,25 +160,12 @@ def send(n_bytes, ranks=2, kind="all_reduce", axis="dp"):
         (op("matmul", (64, 32, 16), 1.0, 1.0), 1e-3, None),
         (op("matmul", (64, 32, 16), 1.0, 1.0, "recompute"), 1e-3, None),
         # Of other shapes by flops or bytes of the nearest.
-        (
-            op("matmul", (64, 32, 128), 2.0 * 64 * 32 * 128, 4.0 * 8192),
-            6e-3,
-            "matmul (64, 32, 128) forward",
-        ),
-        (
-            op("matmul", (64, 32, 17), 2.0 * 64 * 32 * 16, 3 * 4.0 * 3584),
-            3e-3,
-            "matmul (64, 32, 17) forward",
-        ),
-        (op("copy", (8192,), 0.0, 8192.0, "backward"), 2e-5, "copy (8192,) backward"),
+        (op("matmul", (64, 32, 128), 2.0 * 64 * 32 * 128, 4.0 * 8192), 6e-3, "matmul"),
+        (op("matmul", (64, 32, 17), 2.0 * 64 * 32 * 16, 3 * 4.0 * 3584), 3e-3, "matmul"),
+        (op("copy", (8192,), 0.0, 8192.0, "backward"), 2e-5, "copy"),
         # Between what was measured; of other ranks and kinds the nearest.
-        *(
-            (send(float(n_bytes)), seconds, None)
-            for n_bytes, seconds in [
-                *((10, 1e-4), (1000, 1e-4), (2000, 1.5e-4)),
-                *((6000, 5e-4), (9000, 8e-4), (18000, 1.6e-3)),
-            ]
-        ),
+        *((send(n_bytes), 1e-4, None) for n_bytes in (10.0, 1000.0)),
+        *((send(n), s, None) for n, s in ((2e3, 1.5e-4), (6e3, 5e-4), (9e3, 8e-4), (18e3, 1.6e-3))),
         (send(1000.0, ranks=3), 1e-4, "all_reduce of 3 ranks"),
         (send(1000.0, ranks=8), 3e-4, "all_reduce of 8 ranks"),
         (send(1000.0, kind="all_gather"), 1e-4, "all_gather of 2 ranks"),
@@ -206,6 +177,8 @@ def test_rates_are_what_was_measured_or_the_nearest(asked, seconds, scaled):
     known = rates()
     found = known.op_s(asked) if isinstance(asked, Op) else known.comm_s(asked)
     assert found == pytest.approx(seconds)
+    if isinstance(asked, Op) and scaled:
+        scaled += f" {asked.shape} {asked.direction}"
     assert known.scaled == ({scaled} if scaled else set())
 
 
@@ -266,48 +239,33 @@ def test_what_is_saved_is_loaded(tmp_path, monkeypatch):
         find_rates(**KNOWN)
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
+@sweep(
+    ("old", "new", "words"),
     [
-        *(
-            (damage, "expected a file of measured rates, got")
-            for damage in (
-                lambda text: text[: len(text) // 2],
-                lambda text: "[]",
-                lambda text: text.replace('"ops"', '"oops"'),
-                lambda text: text.replace("0.001", "-0.001"),
-                lambda text: text.replace("0.001", "NaN"),
-                lambda text: text.replace('"spread": 0.07,', ""),
-            )
-        ),
-        (lambda text: text.replace('"version": 1', '"version": 99'), "version=1, got version=99"),
+        (r"(?s)(.*),.*", r"\1", "file of measured rates, got"),  # cut
+        (r"(?s).*", "[]", "file of measured rates, got"),
+        ('"ops"', '"oops"', "file of measured rates, got"),
+        ("0.001", "-0.001", "file of measured rates, got"),
+        ("0.001", "NaN", "file of measured rates, got"),
+        ('"spread": 0.07,', "", "file of measured rates, got"),
+        ('"version": 1', '"version": 99', "version=1, got version=99"),
     ],
 )
-def test_a_damaged_file_is_refused_and_replaced(tmp_path, monkeypatch, damage, words):
+def test_a_damaged_file_is_refused_and_replaced(tmp_path, monkeypatch, old, new, words):
     monkeypatch.setenv(FOLDER, str(tmp_path))
     path = rates().save()
-    path.write_text(damage(path.read_text()))
-    with pytest.raises(ValueError, match=words):
+    path.write_text(re.sub(old, new, path.read_text(), count=1))
+    with pytest.raises(ValueError, match=f"expected .*{words}"):
         MeasuredRates.load(path)
     keep_rates(rates())
     assert MeasuredRates.load(path).ops == rates().ops
 
 
-# The chain of operations that is timed
-
-
-def setup(**changes):
-    values = {"dtype": "fp32", "device_type": "cpu", "transport": "shm"}
-    return Setup(**{**values, "micro_batch_size": 4, **changes})
-
-
-@sweep(
-    ["tp", "dropout"],
-    [({}, 0.0), ({"tp": 2}, 0.1), ({"tp": 2, "sequence_parallel": False}, 0.0)],
-)
-def test_a_chain_has_the_operations_that_a_step_has(tp, dropout):
+@sweep("how", [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": False}])
+def test_a_chain_has_the_operations_that_a_step_has(how):
+    dropout = 0.1 if how == {"tp": 2} else 0.0
     workload = Workload(GPTConfig(2, 4, 32, 16, 200, dropout=dropout), 4)
-    kind = setup(world_size=tp.get("tp", 1), **tp)
+    kind = replace(SETUP, world_size=how.get("tp", 1), micro_batch_size=4, **how)
     chain = Chain(workload, kind, torch.device("cpu"))
     chain.step()
     times = chain.times()
@@ -323,31 +281,14 @@ def test_a_chain_has_the_operations_that_a_step_has(tp, dropout):
         assert len(seconds) == asked[key] - no_residual, key
 
 
-# A short run, and the memory of its steps
-
-
-def loss_after_steps(world_size, tp=1, **changes):
-    s = replace(SETUP, world_size=world_size, tp=tp, **changes)
-    rows = s.dp * s.micro_batch_size * s.grad_accum_steps
-    run = ShortRun(Workload(GPTConfig(2, 2, 32, 16, 128, dropout=0.1), rows), s, mesh_of(s))
-    assert len(run.seconds(3)) == 3
-    run.step()
-    return run.engine.control.contributed.item() / world_size
-
-
 def of_two_ranks():
-    """What is held beside what is alive, first: nothing else is. Then losses, and what a step
-    leaves as far as StepMemory sees it."""
+    """What is held beside what is alive; then what a step leaves, as StepMemory sees it."""
     s = replace(SETUP, zero_stage=3)
     run = ShortRun(workload(n_layer=3, width=64, batch=2), s, mesh_of(s))
-    run.seconds(2)
+    assert len(run.seconds(3)) == 3
     gc.collect()
     held = held_bytes(run.engine, run.optimizer), alive_bytes()
     del run
-    losses = [
-        loss_after_steps(2, micro_batch_size=2, zero_stage=3, accumulate="shard"),
-        loss_after_steps(2, tp=2, micro_batch_size=4),
-    ]
     left, heap, settled = [], ShmCollectives(dist.group.WORLD, heap_gb=0.1), settled_bytes()
     x = heap.empty(2 * MB, torch.uint8)
     with StepMemory(CPU) as memory:
@@ -362,7 +303,7 @@ def of_two_ranks():
                 run.step()
         left.append((memory.left_bytes, alive_bytes()))
         del run
-    return losses, shared, left, held
+    return shared, left, held
 
 
 def settled_bytes():
@@ -376,16 +317,10 @@ def settled_bytes():
 
 
 def test_steps_of_ranks():
-    """A step of 4 sequences: the samples, and so the loss after three steps, are the same in every
-    layout; a step frees what it takes as far as is seen, else the peak would be too high: what
-    another thread frees is not; memory that ranks share counts where it was taken."""
-    alone = loss_after_steps(1, micro_batch_size=4)
-    split = {"micro_batch_size": 2, "grad_accum_steps": 2, "activation_checkpointing": "full"}
-    assert abs(alone - loss_after_steps(1, **split)) < 1e-4
-    for losses, (alive, peak), left, (held, all_there) in run_ranks(
-        of_two_ranks, 2, backend="gloo", timeout_s=240
-    ):
-        assert all(abs(loss - alone) < 1e-4 for loss in losses)
+    """A step frees what it takes as far as is seen, else the peak would be too high: what another
+    thread frees is not. Memory that ranks share counts where it was taken."""
+    found = run_ranks(of_two_ranks, 2, backend="gloo", timeout_s=240)
+    for (alive, peak), left, (held, all_there) in found:
         assert alive == 2 * MB
         assert 2 * MB <= peak < 2 * MB + 1000
         assert held == pytest.approx(all_there, rel=0.02)
@@ -418,7 +353,7 @@ def test_the_peak_of_what_comes_and_goes():
     del views
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_on_a_gpu_it_is_the_allocators_peak():
     device = torch.device("cuda")
     with StepMemory(device) as memory:

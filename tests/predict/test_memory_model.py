@@ -34,8 +34,6 @@ from fastpar.settings.mesh import parse_grid
 from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
-# What stays between steps
-
 
 def rank_states(one, s):
     """Bytes of weights, gradients and the optimizer's state of this rank; those on its host."""
@@ -98,9 +96,6 @@ def test_states_are_those_of_real_engines(rows):
             assert max(of_ranks) <= 1.03 * told, settings
 
 
-# The peak of a step
-
-
 def of_row(shape, ranks, stage, tp, sp, mode, micro_batch, dtype, steps, **more):
     """What is trained, and how; tp 2: with sequence_parallel, unless told otherwise."""
     how = {"activation_checkpointing": mode, "micro_batch_size": micro_batch, "dtype": dtype}
@@ -121,30 +116,23 @@ PAIRS = few(
 ROWS = """\
 special    balanced 2 2 1 none      2 fp32 1 bucket_mb=1.0
 special    wide     2 2 1 none      2 fp32 2 accumulate=full
-special    wide     2 0 1 none      1 bf16 1 reduce_dtype=bf16
 special    deep     2 1 1 none      1 fp32 3 accumulate=shard
 special    split    2 0 1 none      4 fp32 1
 special    split    2 3 1 full      4 bf16 2 bucket_mb=1.0
 special    balanced 1 0 1 none      4 bf16 1 moment_dtype=int8
 special    balanced 1 0 1 none      4 bf16 1 master_weights=remainder
 adafactor  wide     1 0 1 none      1 fp32 1
-adafactor  wide     3 0 1 selective 4 bf16 1
-adafactor  wide     4 0 1 full      4 fp32 1
 adafactor  wide     2 0 1 full      1 bf16 1 master_weights=remainder
 adafactor  balanced 2 0 1 full      1 bf16 1 grad_dtype=bf16 reduce_dtype=bf16
 sequences  long     2 0 1 none      1 fp32 1 cp=2 cp_method=heads
 sequences  wide     2 2 1 full      2 bf16 2 cp=2 cp_method=heads
 sequences  long     3 0 1 none      1 fp32 1 cp=3 cp_method=heads
-sequences  long     4 0 2 none      1 fp32 1 cp=2 cp_method=heads
-sequences  balanced 2 3 1 selective 8 fp32 1 cp=2 cp_method=keys
 sequences  wide     2 2 1 full      2 bf16 2 cp=2 cp_method=keys
 sequences  long     4 0 2 none      1 fp32 1 cp=2 cp_method=keys
 experts    experts  2 0 1 none      4 fp32 1 ep=2
 experts    experts  2 1 1 selective 4 bf16 1 ep=2
-experts    experts  4 2 1 none      4 fp32 1 ep=2
 experts    experts  4 3 1 selective 4 bf16 1 ep=2
 experts    experts  4 0 2 full      8 fp32 1 ep=2
-experts    mixed    1 0 1 none      4 fp32 1
 experts    mixed    2 0 2 full      8 fp32 1
 experts    experts  4 2 1 full      1 fp32 1 ep=2 optimizer=muon
 four_ranks balanced 4 3 1 none      4 fp32 1 shard_size=2
@@ -153,8 +141,7 @@ four_ranks wide     4 3 2 selective 4 fp32 1"""
 
 
 def cells_of(kind):
-    """Of ROWS: shape, ranks, stage, tp, recomputation, rows of a micro-batch, dtype,
-    micro-batches, settings."""
+    """The rows of ROWS of this kind."""
     for line in ROWS.splitlines():
         name, shape, ranks, stage, tp, mode, rows, dtype, steps, *more = line.split()
         given = dict(word.split("=") for word in more)
@@ -227,15 +214,9 @@ FEW_GRIDS = few(GRIDS, lambda cell: set(enumerate(cell)))
 def of_grid(shape, grid, stage, mode, dtype, steps):
     """On two such grids where a stage shares out anything."""
     dp = 1 + (stage > 0)
-    s = setup(
-        world_size=dp * torch.Size(parse_grid(grid)).numel(),
-        tp_grid=grid,
-        zero_stage=stage,
-        activation_checkpointing=mode,
-        micro_batch_size=8,
-        grad_accum_steps=steps,
-        dtype=dtype,
-    )
+    ranks = dp * torch.Size(parse_grid(grid)).numel()
+    how = {"activation_checkpointing": mode, "micro_batch_size": 8, "grad_accum_steps": steps}
+    s = setup(world_size=ranks, tp_grid=grid, zero_stage=stage, dtype=dtype, **how)
     return workload(**SHAPES[shape], batch=8 * dp * steps), s
 
 
@@ -307,6 +288,7 @@ def test_peaks_of_8_bit_products_are_predicted_within_five_percent(kinds, monkey
 
 # Pipelines: every stage
 
+MICRO_BATCHES = {"micro_batch_size": 2, "grad_accum_steps": 8}
 PIPELINES = [
     # ranks, stage, schedule, vocabulary, dropout, recomputation, experts
     (2, 0, "1f1b", 4096, 0.0),
@@ -323,22 +305,14 @@ PIPELINES = [
 
 
 def of_pipeline(ranks, stage, schedule, vocab, dropout, mode="none"):
-    pp = ranks // 2 if stage else ranks
-    s = setup(
-        world_size=ranks,
-        pp=pp,
-        schedule=schedule,
-        chunks=1 + (schedule in ("interleaved", "zb-v")),
-        zero_stage=stage,
-        micro_batch_size=2,
-        grad_accum_steps=8,
-        activation_checkpointing=mode,
-    )
+    pp, chunks = ranks // 2 if stage else ranks, 1 + (schedule in ("interleaved", "zb-v"))
+    how = {"schedule": schedule, "chunks": chunks, "activation_checkpointing": mode}
+    s = setup(world_size=ranks, pp=pp, zero_stage=stage, **MICRO_BATCHES, **how)
     return workload(n_layer=8, vocab=vocab, dropout=dropout, batch=16 * ranks // pp), s
 
 
 def of_experts_in_stages(shape, ep):
-    s = setup(world_size=2 * ep, ep=ep, pp=2, micro_batch_size=2, grad_accum_steps=8)
+    s = setup(world_size=2 * ep, ep=ep, pp=2, **MICRO_BATCHES)
     return workload(**SHAPES[shape], batch=16 * ep), s
 
 
@@ -382,33 +356,10 @@ def test_predicted_within_five_percent_of_a_gpus_allocator(name, mode, micro_bat
     assert predicted.total == pytest.approx(measure(one, s, Mesh()), rel=0.05), str(predicted)
 
 
-# Published figures
-
-SEVEN_AND_A_HALF_BILLION = GPTConfig(
-    n_layer=36, n_head=32, n_embd=4096, block_size=1024, vocab_size=60_000
-)
-
-
-@pytest.mark.parametrize(("stage", "published_gb"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
-def test_the_example_of_the_zero_paper(stage, published_gb):
+def test_the_example_of_the_zero_paper():
     """7.5 billion parameters on 64 GPUs, 2 + 2 + 12 bytes (arXiv 1910.02054, figure 1)."""
-    one = Workload(SEVEN_AND_A_HALF_BILLION, 64)
+    one = Workload(GPTConfig(36, 32, 4096, block_size=1024, vocab_size=60_000), 64)
     assert one.n_parameters == pytest.approx(7.5e9, rel=0.005)
-    s = Setup(world_size=64, zero_stage=stage, grad_dtype="bf16", reduce_dtype="bf16")
-    assert predict_states(one, s).total == pytest.approx(published_gb * 1e9, rel=0.015)
-
-
-@pytest.mark.parametrize(("sp", "formula"), [(True, 34 / 8), (False, 10 + 24 / 8)])
-def test_the_activations_of_a_published_layer(sp, formula):
-    """GPT-3's layer on 8 GPUs (arXiv 2205.05198, section 4.2), which counts two dropout masks of a
-    byte where none is kept here: 2 of the 10 that tokens have, and 34."""
-    s, b, h = 2048, 1, 12288
-
-    def kept(layers):
-        shape = GPTConfig(n_layer=layers, n_head=96, n_embd=h, block_size=s, vocab_size=51200)
-        setup = Setup(world_size=8, tp=8, sequence_parallel=sp, micro_batch_size=b)
-        return predict_memory(Workload(shape, 1), setup).activations
-
-    layer = (kept(96) - kept(92)) / 4 / (s * b * h)
-    masks = 2 / 8 if sp else 2
-    assert layer == pytest.approx(formula - masks, rel=0.01)
+    for stage, published_gb in enumerate((120, 31.4, 16.6, 1.9)):
+        s = Setup(world_size=64, zero_stage=stage, grad_dtype="bf16", reduce_dtype="bf16")
+        assert predict_states(one, s).total == pytest.approx(published_gb * 1e9, rel=0.015), stage

@@ -1,11 +1,10 @@
-"""`fastpar plan`: which layouts are tried, which wins, why others lose; refusals of all kinds; each
-command that it prints is parsed and built."""
+"""`fastpar plan`: layouts, winners, refusals; each command that it prints is parsed and built."""
 
 import functools
+import itertools
 import json
 import re
 import shlex
-import time
 from dataclasses import replace
 
 import pytest
@@ -56,9 +55,6 @@ INF = float("inf")
 MODES = ("none", "full")
 
 
-# The search, with rates of round numbers
-
-
 class PaperRates:
     """1 TFLOP/s, 100 GB/s of memory, links of 10 GB/s and 10 us."""
 
@@ -94,7 +90,6 @@ def found(workload=GPT2, world=8, limit=80e9, per_node=8, rates=PaperRates, **te
 
 
 def ways(model, world, per_node=8, batch=96, without=("pp", "tp_grid", "offload"), **template):
-    """The layouts that are tried."""
     workload = Workload(PRESETS[model], batch)
     return list(layouts(workload, Setup(world_size=world, **template), per_node, set(without)))
 
@@ -141,48 +136,31 @@ def test_a_batch_that_no_split_divides_leaves_nothing():
 
 def test_fastest_first_and_all_within_the_limit():
     estimates = found(GPT2, world=8)
-    times = [e.time.step_s if e.time else float("inf") for e in estimates]
+    times = [e.time.step_s if e.time else INF for e in estimates]
     assert times[1:] == sorted(times[1:])
     assert times[0] <= 1.01 * times[1]
-    assert all((e.memory.total <= 80e9) == (e.time is not None) for e in estimates)
+    for e in estimates:
+        assert (e.memory.total <= 80e9) == (e.time is not None)
+        assert refused(GPT2, e.setup) is None
     assert len({e.family for e in estimates}) == len(families(estimates)) > 8
     assert families(estimates)[0] is estimates[0]
 
 
 def test_the_micro_batch_is_the_fastest_that_fits():
-    limit = 12e9
-    estimates = [e for e in found(limit=limit, world=1) if e.time is not None]
+    estimates = [e for e in found(limit=12e9, world=1) if e.time is not None]
     assert estimates
     for e in estimates:
-        rows = e.setup.micro_batch_size * e.setup.grad_accum_steps
-        assert rows == GPT2.batch_size
-        more = replace(
-            e.setup,
-            micro_batch_size=2 * e.setup.micro_batch_size,
-            grad_accum_steps=e.setup.grad_accum_steps // 2,
-        )
-        assert e.setup.micro_batch_size == rows or predict_memory(GPT2, more).total > limit
-
-
-@pytest.mark.parametrize(
-    ("model", "world", "batch"), [("gpt2", 8, 64), slow("gpt2-xl", 6, 96), slow("mini", 16, 96)]
-)
-def test_nothing_is_proposed_that_the_trainer_refuses(model, world, batch):
-    workload = Workload(PRESETS[model], batch)
-    for e in found(workload, world=world):
-        assert refused(workload, e.setup) is None
-        assert e.setup.config(workload).batch(workload.seq_len, e.setup.dp) == (
-            e.setup.micro_batch_size,
-            e.setup.grad_accum_steps,
-        )
+        rows, steps = e.setup.micro_batch_size, e.setup.grad_accum_steps
+        assert rows * steps == GPT2.batch_size
+        more = replace(e.setup, micro_batch_size=2 * rows, grad_accum_steps=steps // 2)
+        assert steps == 1 or predict_memory(GPT2, more).total > 12e9
 
 
 def test_which_one_wins_and_why_others_lose():
-    estimates = found(world=4, limit=6e9, rates=SlowLinks)
-    winner = estimates[0]
-    timed = [e for e in estimates if e.time is not None]
-    slower = next(e for e in timed if e.time.step_s > 1.01 * winner.time.step_s)
-    percent = 100 * slower.time.step_s / winner.time.step_s - 100
+    winner, *others = found(world=4, limit=6e9, rates=SlowLinks)
+    best_s = winner.time.step_s
+    slower = next(e for e in others if e.time is not None and e.time.step_s > 1.01 * best_s)
+    percent = 100 * slower.time.step_s / best_s - 100
     assert f"{percent:.1f} % slower: " in why_not(slower, winner, 6e9)
     assert why_not(winner, winner, 6e9) == "within 1% of the best, 0% less memory, but more complex"
     tight = found(world=4, limit=1e9)
@@ -203,19 +181,16 @@ def test_which_one_wins_and_why_others_lose():
 
 @pytest.mark.slow
 def test_the_smallest_changes_that_make_something_fit():
-    workload, template, asked = replace(XL, batch_size=64), Setup(world_size=2), []
-    least = min(
-        predict_memory(
-            workload, replace(s, grad_accum_steps=64 // s.dp, activation_checkpointing="full")
-        ).total
-        for s in layouts(workload, template, 2, {"pp", "tp_grid"})
-    )
-
     def changes(workload, template, limit, per_node=1, larger=lambda size: None):
-        return smallest_changes(
-            workload, template, limit_bytes=limit, per_node=per_node, larger=larger
-        )
+        how = {"limit_bytes": limit, "per_node": per_node, "larger": larger}
+        return smallest_changes(workload, template, **how)
 
+    workload, template, asked = replace(XL, batch_size=64), Setup(world_size=2), []
+    sizes = []
+    for s in layouts(workload, template, 2, {"pp", "tp_grid"}):
+        s = replace(s, grad_accum_steps=64 // s.dp, activation_checkpointing="full")
+        sizes.append(predict_memory(workload, s).total)
+    least = min(sizes)
     found = changes(workload, template, least - 1, 2, lambda size: asked.append(size) or "h200")
     assert asked == [least]
     assert any(way.startswith("--block-size ") for way in found)
@@ -236,59 +211,35 @@ def test_the_smallest_changes_that_make_something_fit():
         assert (f"{flags}, with 49.6 GB of host memory per rank" in found) == (device == "cuda")
 
 
-@pytest.mark.slow
-def test_sixteen_thousand_ranks_and_a_trillion_parameters_within_two_seconds():
-    shape = GPTConfig(n_layer=128, n_head=160, n_embd=25600, block_size=2048)
-    workload = Workload(shape, 16384)
-    began = time.process_time()
-    estimates = found(workload, 16384)
-    seconds = time.process_time() - began
-    assert estimates[0].time is not None
-    assert workload.n_parameters > 1e12
-    # A bound on work, not on this machine: tens of times what it takes.
-    assert seconds < 20.0
-
-
 # Pipelines: what is left out could not win
 
 
 def everything(workload, ways, rates):
-    """Every pipeline's (seconds, bound, setup)."""
-    for way in ways:
-        for mode in MODES:
-            for setup in micro_batches(workload, way.change(activation_checkpointing=mode)):
-                early = predict_step(workload, setup, rates, bubble=False)
-                passes = ("forward", "backward", "recompute", "loss")
-                waits = least_wait_s(setup, sum(early.parts[name] for name in passes))
-                seconds = predict_step(workload, setup, rates).step_s
-                yield seconds, early.step_s + waits, setup
+    for way, mode in itertools.product(ways, MODES):
+        for setup in micro_batches(workload, way.change(activation_checkpointing=mode)):
+            early = predict_step(workload, setup, rates, bubble=False)
+            passes = ("forward", "backward", "recompute", "loss")
+            waits = least_wait_s(setup, sum(early.parts[name] for name in passes))
+            yield predict_step(workload, setup, rates).step_s, early.step_s + waits, setup
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "link"),
-    [
-        (GPTConfig(8, 8, 512, 256), "ib-ndr"),
-        (GPTConfig(8, 8, 1024, 512, 50304), "eth-100"),
-    ],
+    [(GPTConfig(8, 8, 512, 256), "ib-ndr"), (GPTConfig(8, 8, 1024, 512, 50304), "eth-100")],
 )
 def test_the_bounds_leave_out_no_winner(shape, link):
-    workload = Workload(shape, 32)
-    cluster = Cluster.of("h100", 8, 2, inter=link)
-    template = Setup(8)
-    rates = DatasheetRates(cluster, template)
+    workload, template = Workload(shape, 32), Setup(8)
+    rates = DatasheetRates(Cluster.of("h100", 8, 2, inter=link), template)
     ways = [way for way in layouts(workload, template, 2) if way.pp > 1 and way.zero_stage < 2]
     cases = list(everything(workload, ways, rates))
     assert all(bound <= seconds for seconds, bound, _ in cases)
-    for limit in (INF, 0.6 * max(predict_memory(workload, s).total for *_, s in cases)):
-        fitting = [c for c in cases if predict_memory(workload, c[2]).total <= limit]
+    sizes = {setup: predict_memory(workload, setup).total for *_, setup in cases}
+    for limit in (INF, 0.6 * max(sizes.values())):
         found = [e for e in try_in_order(workload, rates, limit, MODES, ways, ()) if e.time]
-        best = min(found, key=lambda e: e.step_s)
-        assert best.step_s == min(seconds for seconds, *_ in fitting)
+        fastest = min(seconds for seconds, _, setup in cases if sizes[setup] <= limit)
+        assert min(e.step_s for e in found) == fastest
         assert all(e.memory.total <= limit for e in found)
-
-
-# The command
 
 
 def run(capsys, words, tmp_path=None):
@@ -301,22 +252,20 @@ def run(capsys, words, tmp_path=None):
 
 def test_the_readme_example(capsys, tmp_path):
     out, stored = run(capsys, "--model gpt2-xl --gpus 8 --gpu h100", tmp_path)
-    assert "1,557,686,400 parameters" in out
-    assert "8 x h100" in out
     fits = [row for row in stored["layouts"] if row["fits"]]
     assert fits[0] is stored["layouts"][0]
     times = [row["time"]["step_s"] for row in fits]
     assert times[1:] == sorted(times[1:])
-    assert f"{fits[0]['memory_bytes']['total'] / 1e9:,.1f} GB" in out
-    assert all(row["memory_bytes"]["total"] <= stored["limit_bytes"] for row in fits)
-    assert "why not" in out
+    sizes = [row["memory_bytes"]["total"] for row in fits]
+    assert max(sizes) <= stored["limit_bytes"]
+    for words in ("1,557,686,400 parameters", "8 x h100", f"{sizes[0] / 1e9:,.1f} GB", "why not"):
+        assert words in out
     out = run(capsys, "--gpu list")
     for name in ("v100", "a100", "h100", "h200", "b200", "l40s", "4090", "cpu", "ib-ndr"):
         assert name in out
 
 
 def test_stages_are_compared_as_asked_for(capsys, tmp_path):
-    """1: none has any."""
     for pp in (1, 2):
         out, stored = run(capsys, f"--gpus 2 --pp {pp}", tmp_path)
         assert {layout["pp"] for layout in stored["layouts"]} == {pp}
@@ -326,17 +275,14 @@ def test_stages_are_compared_as_asked_for(capsys, tmp_path):
 
 @pytest.mark.slow
 def test_what_is_asked_for_is_what_is_compared(capsys, tmp_path):
-    """A headroom, a grid, experts."""
     limits = {}
-    for headroom, percent in ((None, 10), ("0", 0), ("0.5", 50)):
-        words = f"--headroom {headroom}" if headroom else ""
+    for percent, words in ((10, ""), (0, "--headroom 0"), (50, "--headroom 0.5")):
         out, stored = run(capsys, words, tmp_path)
-        limits[headroom] = limit = stored["limit_bytes"]
+        limits[percent] = limit = stored["limit_bytes"]
         free = f"{percent}% headroom subtracted (--headroom)"
         assert f"{limit / 1e9:,.1f} GB per rank for tensors, {free}" in out
         assert stored["layouts"][0]["memory_bytes"]["total"] <= limit
-    assert limits[None] == pytest.approx(0.9 * limits["0"])
-    assert limits["0.5"] == pytest.approx(0.5 * limits["0"])
+        assert limit == pytest.approx((1 - percent / 100) * limits[10] / 0.9)
     out, stored = run(capsys, "--model gpt2-xl --gpus 8 --tp-grid 2x2x2", tmp_path)
     assert {layout["tp_grid"] for layout in stored["layouts"]} == {"2x2x2"}
     out, stored = run(capsys, "--n-expert 8 --gpus 4 --optimizer muon", tmp_path)
@@ -351,8 +297,7 @@ def test_what_is_asked_for_is_what_is_compared(capsys, tmp_path):
 
 @pytest.mark.slow
 def test_what_wins_where(capsys):
-    """A slow link makes stages, of ZeRO-2 and 3 where nothing else fits; a grid waits for its
-    exchanges; offload where nothing else fits."""
+    """Stages over a slow link, no grid on a node, offload where nothing else fits."""
     command = PlanCommand(gpus=8, gpus_per_node=1, inter_link="eth-100", batch_size=64)
     found = plan.make_plan(command)
     winner, text = found.estimates[0].setup, report(found)
@@ -398,16 +343,12 @@ def test_what_wins_where(capsys):
     assert all(e.setup.offload is None for e in fits.estimates)
 
 
-GRID_OF = "--n-layer 2 --n-head 2 --n-embd 24 --tp-grid "
 BAD = [
     ("--model gpt3", r"plan: expected model to be one of gpt2, .* got model=gpt3"),
     ("--model gpt2-xk", r"did you mean gpt2-xl\?"),
     ("--gpus 0", r"plan: expected gpus >= 1, got gpus=0; set --gpus"),
-    ("--batch-size -4", r"plan: expected batch_size >= 1, got batch_size=-4"),
     ("--block-size 0", r"plan: expected block_size >= 1, got block_size=0"),
     ("--gpu h1000", r"got name=.?h1000.*h100"),
-    ("--link nvlink9", r"got name=.?nvlink9"),
-    ("--gpus 60 --gpus-per-node 8", r"Cluster: expected full nodes of per_node=8, got n_dev"),
     ("--gpus-per-node 0", r"plan: expected gpus_per_node >= 1, got gpus_per_node=0"),
     ("--headroom 1", r"plan: expected headroom >= 0 and < 1, .* got headroom=1.0; set --h"),
     (
@@ -431,20 +372,14 @@ BAD = [
     ),
     ("--vocab-size 2000000", "plan: expected a vocab_size of a tokenizer of `fastpar train`"),
     ("--n-expert 8 --gpus 13 --batch-size 3", "of the data-parallel ranks, got batch_size=3"),
-    ("--n-expert 8 --gpus 4 --tp-grid 2x2", "--tp-grid does not support --n-expert"),
-    ("--n-expert 8 --expert-top-k 9", "top_k <= n_expert=8, got top_k=9"),
     ("--tp-grid 3x2", "plan: expected the 6 ranks of tp_grid=3x2 to divide gpus=8; change"),
     ("--tp-grid 2x2 --batch-size 6", r"plan: expected batch_size as a multiple of 4 \(data"),
-    (GRID_OF + "16x1", "expected rows and columns of tp_grid to divide n_embd=24, got tp_g"),
-    (GRID_OF + "1x4", "plan: expected tp_grid to have at most n_head=2 columns, got tp_grid"),
-    ("--tp-grid 2x2 --pp 2", "--tp-grid does not support --pp; drop one"),
-    ("--tp-grid 2x2 --optimizer muon", "--tp-grid does not support --optimizer muon; drop"),
+    ("--n-head 2 --n-embd 24 --tp-grid 16x1", "of tp_grid to divide n_embd=24, got tp_g"),
     ("--tp-grid 2x2 --measure", "--measure does not support --tp-grid; drop one of them"),
     ("--gpus 1 --fp8 mlp", r"save at least 3% of a step, got fp8=mlp with n_embd=768: [-\d.]+ of"),
     ("--gpus 1 --fp8 mlp", r"drop --fp8, it would pay from n_embd=\d+ on"),
     ("--gpus 1 --fp8 mlp --gpu a100", "data sheet of a GPU with fp8 products .*, got gpu=a100"),
     ("--gpus 1 --fp8 mlp --gpu cpu", r"b200\) and dtype=bf16 for fp8=mlp, got gpu=cpu"),
-    ("--gpus 1 --fp8 mlp --n-expert 4", "--fp8 does not support --n-expert"),
 ]  # fmt: skip
 
 
@@ -469,31 +404,29 @@ def test_a_layout_that_the_trainer_would_refuse_is_never_printed(monkeypatch):
 
 def test_formats_on_the_wire_are_priced():
     """At the bandwidth of a line, what is saved on the wire is what the codes take."""
-    found = plan.make_plan(
-        PlanCommand(gpu="a100", gpus=2, gpus_per_node=1, inter_link="eth-25", pp=1)
-    )
-    workload, setup, rates = found.workload, found.estimates[0].setup, found.rates
-    prices = MachinePrices(rates, 2)
+    asked = PlanCommand(gpu="a100", gpus=2, gpus_per_node=1, inter_link="eth-25", pp=1)
+    found = plan.make_plan(asked)
+    workload, setup = found.workload, found.estimates[0].setup
+    prices = MachinePrices(found.rates, 2)
     heading, *texts = wires.AXIS.what_if(workload, setup, prices)
     assert heading == "wires"
     lines = {line.split(":")[0].strip(): line for line in texts}
     assert {f"--wire-gradients {name}" for name in FORMATS} <= lines.keys()
-    plain = prices.sent_bytes(workload, setup)
+    plain, plain_s = prices.sent_bytes(workload, setup), prices.ops_s(workload, setup)
     for flag, other in wires.formats_of(setup).items():
         sent = prices.sent_bytes(workload, other)
         if flag not in lines:
             assert (flag, sent) == ("--wire-weights bf16", plain)  # as these weights are anyway
             continue
         gbit = float(lines[flag].split("below ")[1].split(" Gbit")[0].replace(",", ""))
-        plain_s, coded_s = prices.ops_s(workload, setup), prices.ops_s(workload, other)
-        assert 8e-9 * (plain - sent) / gbit == pytest.approx(coded_s - plain_s, rel=2e-3)
+        more_s = prices.ops_s(workload, other) - plain_s
+        assert 8e-9 * (plain - sent) / gbit == pytest.approx(more_s, rel=2e-3)
     flag, fp8 = "--fp8-scaling tensor --wire-weights fp8", replace(setup, zero_stage=3, fp8="all")
     for without in (replace(fp8, fp8="none"), replace(fp8, zero_stage=2)):
         assert flag not in wires.formats_of(without)
     gathers = (2 * workload.shape.n_layer - 1) * setup.grad_accum_steps  # the last block's once
-    coded = wires.formats_of(fp8)[flag]
-    saved = prices.sent_bytes(workload, fp8) - prices.sent_bytes(workload, coded)
-    assert saved == 12 * workload.shape.n_embd**2 * gathers / 2  # between two ranks
+    sent = [prices.sent_bytes(workload, s) for s in (fp8, wires.formats_of(fp8)[flag])]
+    assert sent[0] - sent[1] == 12 * workload.shape.n_embd**2 * gathers / 2  # between two ranks
 
 
 def test_replicas_bytes_and_where_they_pay():
@@ -612,26 +545,24 @@ def check_all(monkeypatch, capsys, words, *, all_layouts):
         patch.setattr(plan, "report", lambda made, f=plan.report: seen.append(made) or f(made))
         assert main(["plan", *map(str, words)]) == 0
     (made_plan,), out = seen, capsys.readouterr().out
-    workload, estimates = made_plan.workload, made_plan.estimates
-    winner = command_lines(made_plan, estimates[0].setup)[-1]
-    assert out.rstrip().endswith(winner)
+    estimates = made_plan.estimates
+    assert out.rstrip().endswith(command_lines(made_plan, estimates[0].setup)[-1])
     fits = [e.setup for e in estimates if e.time is not None]
     for setup in fits if all_layouts else fits[:1]:
         line = command_lines(made_plan, setup)[-1]
         config, made = built(line, monkeypatch)
-        assert vars(made.model.config) == vars(workload.shape), line
+        assert vars(made.model.config) == vars(made_plan.workload.shape), line
         assert made.mesh.world_size == setup.world_size
         assert made.mesh.tp_size == setup.tp * setup.rows
         steps = {name: getattr(setup, name) for name in ("micro_batch_size", "grad_accum_steps")}
         assert {name: getattr(made, name) for name in steps} == steps, line
         assert made.engine.stage.number == setup.zero_stage or setup.dp == 1
         assert made.engine.settings.n_shards == setup.n_shards or not setup.zero_stage, line
-        machine = setup.device_type, setup.transport
-        again = Setup(setup.world_size, config, *machine, **steps).in_effect()
-        told = setup.in_effect()
+        again = Setup(setup.world_size, config, setup.device_type, setup.transport, **steps)
+        found, told = again.in_effect(), setup.in_effect()
         if setup.tp == 1:  # of one rank nothing is shared out
-            told["sequence_parallel"] = again["sequence_parallel"]
-        assert again == told, line
+            told["sequence_parallel"] = found["sequence_parallel"]
+        assert found == told, line
         if setup.dtype != "fp16":  # whose weights are fp32
             assert next(made.model.parameters()).dtype == DTYPES[setup.dtype]
 
@@ -679,10 +610,5 @@ def test_every_layout_is_parsed_and_built(monkeypatch, capsys, tmp_path):
         check_all(monkeypatch, capsys, (*words, "--gpu", gpu, "--dtype", dtype), all_layouts=True)
 
 
-def test_the_vocabulary_names_the_tokenizer():
-    for vocab, name in (
-        *((65, "chars"), (256, "bytes"), (257, "bpe-257")),
-        *((50257, "gpt2"), (50304, "bpe-50304")),
-    ):
-        assert name_for(vocab) == name
-        check_name(name)
+def test_a_small_vocabulary_is_of_characters():
+    assert name_for(65) == "chars"

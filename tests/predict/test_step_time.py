@@ -36,9 +36,6 @@ LARGE = Workload(GPTConfig.preset("gpt2-xl"), 64)
 XL = Workload(PRESETS["gpt2-xl"], 8)
 
 
-# A setup
-
-
 def test_a_setup_is_what_its_settings_say():
     setup = Setup(
         world_size=4, tp=2, zero_stage=2, shard_size=2, micro_batch_size=2, grad_accum_steps=4,
@@ -60,21 +57,15 @@ def test_a_setup_is_what_its_settings_say():
     assert replace(setup, tp_grid=None, tp=2).data == 4
 
 
-@sweep(
-    ["batch", "setup", "words"],
-    [
+def test_bad_setups():
+    for batch, wrong, words in (
         (7, Setup(8), r"predict_step: expected batch_size = dp \* micro_batch_size .* = 8, got ba"),
         (8, Setup(8, tp=3), r"expected tp \* pp to divide world_size=8, got tp \* pp=3"),
         (8, Setup(0), "predict_step: expected world_size >= 1, got world_size=0; count from 1"),
         (8, Setup(8, micro_batch_size=-1), "expected micro_batch_size >= 1, got micro_batch_size="),
-    ],
-)
-def test_bad_setups(batch, setup, words):
-    with pytest.raises(ValueError, match=words):
-        predict_step(Workload(SHAPE, batch), setup, Fixed())
-
-
-# Operations
+    ):
+        with pytest.raises(ValueError, match=words):
+            predict_step(Workload(SHAPE, batch), wrong, Fixed())
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -138,8 +129,7 @@ def test_a_step_of_experts_has_the_flops_of_its_tokens(ep, tp):
 
 
 def test_exchanges_on_paper():
-    """Messages of stages; the bucket that is complete last hides nowhere: it has the tied table,
-    whose gradient is complete when backward ends."""
+    """The last bucket has the tied table, complete when backward ends: it hides nowhere."""
     setup = Setup(world_size=16, pp=4, tp=2, grad_accum_steps=8, schedule="interleaved", chunks=2)
     send, table = (s for s in comm_ops_of(LARGE, setup) if s.axis == "pp")
     assert (send.count, send.stride) == (2 * 8 * 2, 4)
@@ -154,9 +144,6 @@ def test_exchanges_on_paper():
     hidden = [s for s in sends if s.kind == "reduce_scatter" and s.under == "backward"]
     assert sum(s.count for s in hidden) > 10
     assert not comm_ops_of(LARGE, Setup(world_size=1))
-
-
-# Muon's homes: what really travels, products by hand
 
 
 def run_once(one, s):
@@ -216,9 +203,6 @@ def test_updates_are_done_once_and_take_time():
     assert not [op for op in ops_of(one, Setup(micro_batch_size=8)) if op.name == "orthogonalize"]
 
 
-# Rates of one second an operation
-
-
 class Fixed:
     """Each forward op 1 s, backward 2 s, an exchange 1 s; of `overlap` nothing but what is said."""
 
@@ -245,9 +229,6 @@ def predict(setup, rates=None, shape=SHAPE):
 def exposed(setup, sends, rates):
     workload = Workload(SHAPE, 8)
     return time_of(workload, setup, rates, ops_of(workload, setup), sends).parts["dp"]
-
-
-# Pipelines
 
 
 class Layers(Fixed):
@@ -281,16 +262,12 @@ def test_the_slowest_stage_and_messages_are_in_the_bubble():
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
 def test_more_micro_batches_are_predicted_from_fewer(schedule):
-    """makespan_of() does not go through all of them."""
     p, m, v = 4, 131, 2 if schedule in ("interleaved", "zb-v") else 1
     each = tuple(1.0 + 0.3 * (stage == p * v - 1) for stage in range(p * v))
     costs = Costs(each, tuple(1.2 * x for x in each), each)
     whole, _ = simulated(schedule, p, m, v, costs, 0.01)
     found = makespan_of(schedule, p, m, v, costs, 0.01)
     assert found == pytest.approx(whole, rel=0.01)
-
-
-# Sums, and what hides
 
 
 def test_parts_add_up():
@@ -369,38 +346,30 @@ ONE = Setup(zero_stage=2, offload="optimizer", grad_accum_steps=8, accumulate="s
 
 def by_events(units):
     """The same by brute force: device, bus and host, a millisecond at a time."""
-    n, now, waited = len(units), 0, 0
-    made = [sum(u.backward_s for u in units[i:]) for i in range(n)]  # when gradients are there
-    end = sum(u.backward_s for u in units)
-    down, up = [u.down_s for u in units], [u.up_s for u in units]
-    stepped = [u.host_s for u in units]
-    left = [u.forward_s for u in units]
-    while left:
-        while left and now >= end:  # the forward of units that are there
-            i = n - len(left)
-            if down[i] or stepped[i] or up[i] or left[0]:
-                break
-            left.pop(0)
-        if not left:
-            break
-        i = n - len(left)
-        queue = [j for j in reversed(range(n)) if down[j] and made[j] <= now]
-        work = [j for j in range(n) if stepped[j]]
-        lift = [j for j in range(n) if up[j] and not stepped[j] and not down[j]]
-        if now >= end:
-            waits = down[i] or stepped[i] or up[i]
-            waited += bool(waits)
-            if not waits:
-                left[0] -= 1
-        arrived = not any(down[: work[0] + 1]) if work else False
-        for j in lift[:1]:
-            up[j] -= 1
-        if queue:
-            down[queue[0]] -= 1
-        if arrived and now >= end:
-            stepped[work[0]] -= 1
+    every, names = range(len(units)), ("down_s", "host_s", "up_s", "forward_s")
+    down, stepped, up, left = ([getattr(u, name) for u in units] for name in names)
+    made = [sum(u.backward_s for u in units[i:]) for i in every]  # when gradients are there
+    now, waited, first = 0, 0, 0
+
+    def missing(i):
+        return bool(down[i] or stepped[i] or up[i])
+
+    while True:
+        forward = now >= made[0]
+        while forward and first < len(units) and not (missing(first) or left[first]):
+            first += 1
+        if first == len(units):
+            return waited
+        sent = [i for i in every if down[i] and made[i] <= now][-1:]
+        work = [i for i in every if stepped[i] and forward and not any(down[: i + 1])][:1]
+        lift = [i for i in every if up[i] and not stepped[i] and not down[i]][:1]
+        waited += forward and missing(first)
+        if forward and not missing(first):
+            left[first] -= 1
+        for times, of in ((down, sent), (stepped, work), (up, lift)):
+            for i in of:
+                times[i] -= 1
         now += 1
-    return waited
 
 
 def test_waiting_is_that_of_the_two_queues():

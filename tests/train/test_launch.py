@@ -17,14 +17,6 @@ from fastpar.comm.ranks import FAILED, LOST_PEER, USER_MISTAKE
 from fastpar.comm.watchdog import HUNG
 from fastpar.files.runs import hold, release
 from fastpar.train import launch
-from fastpar.train.launch import (
-    _forwarding_signals,
-    _from_where,
-    _report,
-    _watch,
-    catching_save,
-    catching_stop,
-)
 
 
 @pytest.fixture
@@ -36,14 +28,10 @@ def start(tmp_path):
         (tmp_path / str(rank) / "stderr.log").touch()
 
     def run(*codes):
+        how = {"start_new_session": True, "stdout": subprocess.PIPE}
         for code in codes:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-S", "-c", f"import os, signal, sys, time\n{code}"],
-                    start_new_session=True,
-                    stdout=subprocess.PIPE,
-                )
-            )
+            command = [sys.executable, "-S", "-c", f"import os, signal, sys, time\n{code}"]
+            processes.append(subprocess.Popen(command, **how))
         return processes
 
     yield run
@@ -85,11 +73,11 @@ def test_rank_1_is_named_and_the_others_are_stopped(
     if told is not None:
         (tmp_path / "1" / "error.json").write_text(json.dumps({"message": {"message": told}}))
     began = time.monotonic()
-    failures = _watch(ranks, [], tmp_path)
+    failures = launch._watch(ranks, [], tmp_path)
     assert time.monotonic() - began < 5
     cause = (FAILED, f"rank 1 (pid {ranks[1].pid}) {reason}")
     status = {None: (0, ""), "": (USER_MISTAKE, "")}.get(reason, cause)
-    assert _report(ranks, [], tmp_path, failures) == status
+    assert launch._report(ranks, [], tmp_path, failures) == status
     assert capfd.readouterr().err == words
 
 
@@ -104,12 +92,12 @@ def watched(ranks, folder, *delays):
     """(signals, failures); SIGTERM comes so many seconds after what is done inside."""
     for rank in ranks:
         assert rank.stdout.readline() == b"up\n"
-    with _forwarding_signals(ranks) as signals:
+    with launch._forwarding_signals(ranks) as signals:
         failures = []
         yield signals, failures
         for delay in delays:
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        failures += _watch(ranks, signals, folder)
+        failures += launch._watch(ranks, signals, folder)
 
 
 def test_signals_reach_the_ranks_and_that_for_a_save_ends_nothing(start, tmp_path):
@@ -124,15 +112,15 @@ def test_signals_reach_the_ranks_and_that_for_a_save_ends_nothing(start, tmp_pat
         assert [rank.poll() for rank in ranks] == [None, None]
     assert signals == [signal.SIGTERM]
     assert [r.returncode for r in ranks] == [143, 143]
-    assert _report(ranks, signals, tmp_path, failures) == (143, "")
-    with catching_save() as received:  # in a rank
+    assert launch._report(ranks, signals, tmp_path, failures) == (143, "")
+    with launch.catching_save() as received:  # in a rank
         for n in (1, 2):
             signal.raise_signal(signal.SIGUSR1)
             assert len(received) == n
     assert signal.getsignal(signal.SIGUSR1) == before
 
     def body():  # outside of the main thread they are left alone
-        with catching_save() as saves, catching_stop(loud=False) as stops:
+        with launch.catching_save() as saves, launch.catching_stop(loud=False) as stops:
             return saves, list(stops)
 
     with ThreadPoolExecutor(1) as pool:
@@ -146,7 +134,7 @@ def test_a_second_signal_kills_unless_it_is_the_same_again(start, tmp_path, capf
         pass
     assert signals == [signal.SIGTERM] * 2
     assert ranks[0].returncode == -9
-    assert _report(ranks, signals, tmp_path, failures) == (143, "")
+    assert launch._report(ranks, signals, tmp_path, failures) == (143, "")
     assert "stopped at once, without saving" in capfd.readouterr().err
 
 
@@ -192,14 +180,15 @@ def test_all_ranks_are_started_again_unless_nobody_failed(
     lines = [f"fastpar: rank 1 died; {text}\n" for text in after]
     assert capfd.readouterr().err == "".join(lines[: statuses.count(FAILED)])
     # In a folder that the run has chosen, which its lock tells, or from the start.
-    assert _from_where(None, "night") == _from_where("elsewhere", "night") == "from the start"
+    for out in (None, "elsewhere"):
+        assert launch._from_where(out, "night") == "from the start"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night")
     (tmp_path / "runs/micro/checkpoints").mkdir(parents=True)
     hold("runs/micro")
     release()
-    assert _from_where(None, "night") == "from the start"
+    assert launch._from_where(None, "night") == "from the start"
     (tmp_path / "runs/micro/checkpoints/step_000012").mkdir()
-    assert _from_where(None, "night") == "from step 12"
+    assert launch._from_where(None, "night") == "from step 12"
 
 
 FIRST_SIGNAL = """

@@ -230,8 +230,7 @@ def test_rows_of_other_lengths_go_on_as_each_alone(model):
 
 
 def test_several_prompts_give_the_texts_of_each(byte_model, monkeypatch):
-    """Each prompt and what follows, by the sample's seed. Near lengths are computed at once, and a
-    prompt beyond the context is told."""
+    """Prompts of similar length are computed at once; one beyond the context is named."""
     prompts = ("Hi", "Hello you", "H" * 40, "a", "Who are")
     parts = text_of(byte_model, prompts, num_samples=2).split(SEPARATOR)
     assert len(parts) == 10
