@@ -36,17 +36,6 @@ def poisoned(monkeypatch):
 
 
 @pytest.fixture
-def draw(triton_device):
-    """Makes leaves where Triton's kernels run."""
-
-    def draw(*shape, dtype=torch.float32, mean=0.0):
-        x = (torch.randn(shape) + mean).to(dtype)
-        return x.to(triton_device).requires_grad_()
-
-    return draw
-
-
-@pytest.fixture
 def recorded(monkeypatch):
     """recorded(owner, name): the arguments of the function's calls from here on."""
 

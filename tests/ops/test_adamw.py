@@ -70,20 +70,16 @@ KEYWORDS = dict(
 State = dict[str, torch.Tensor]
 
 
-def moment(values, dtype, signed):
-    if dtype == U8:
-        return encode_moment(values, signed=signed)
-    return values.to(dtype), None
-
-
 def make(n: int, mode: Mode, seed: int = 0) -> State:
     generator = torch.Generator().manual_seed(seed)
     p, g, m, v, w = (torch.randn(n, generator=generator) for _ in range(5))
     state = {"grad": g.to(mode.grad)}
-    state["exp_avg"], m_scale = moment(m * 0.1, mode.moment, True)
-    state["exp_avg_sq"], v_scale = moment(v**2 * 0.1, mode.moment, False)
-    if mode.moment == U8:
-        state |= {"exp_avg_scale": m_scale, "exp_avg_sq_scale": v_scale}
+    for name, values in (("exp_avg", m * 0.1), ("exp_avg_sq", v**2 * 0.1)):
+        if mode.moment == U8:
+            signed = name == "exp_avg"
+            state[name], state[f"{name}_scale"] = encode_moment(values, signed=signed)
+        else:
+            state[name] = values.to(mode.moment)
     if mode.amsgrad:
         state["max"] = (w**2 * 0.1).to(mode.moment)
     if mode.master == "full":
@@ -132,22 +128,16 @@ def mode(request) -> Mode:
 
 def widened(state: State, mode: Mode) -> State:
     """The same numbers in plain fp32 form."""
-    wide = {"grad": state["grad"].float()}
-    for name in ("exp_avg", "exp_avg_sq"):
-        t = state[name]
-        signed = name == "exp_avg"
-        wide[name] = (
-            decode_moment(t, state[name + "_scale"], signed=signed) if t.dtype == U8 else t.float()
-        )
-    if mode.amsgrad:
-        wide["max"] = state["max"].float()
+    wide = {name: t.float() for name, t in state.items() if name in (*NAMES[:4], "max")}
+    if mode.moment == U8:
+        for name in ("exp_avg", "exp_avg_sq"):
+            scale = state[f"{name}_scale"]
+            wide[name] = decode_moment(state[name], scale, signed=name == "exp_avg")
     if mode.master == "full":
-        wide["param"] = state["master"].clone()
+        wide["param"] = state["master"]
     elif mode.master == "remainder":
         wide["param"] = master_join(state["param"], state["master"])
-    else:
-        wide["param"] = state["param"].float()
-    return {name: t.clone() for name, t in wide.items()}
+    return clone(wide)
 
 
 # The step

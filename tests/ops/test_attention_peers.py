@@ -38,30 +38,17 @@ def prove(monkeypatch):
 @sweep("dtype", [torch.float32, torch.bfloat16])
 @sweep("causal", [True, False])
 @sweep("pair", ["cpu", "cpu/own", "own/cpu"])
-def test_matches_oracle(pair, causal, dtype):
+def test_matches_oracle(pair, causal, dtype, recorded):
     if not torch_attends(dtype):
         return
+    calls = [recorded(attention_peers, name) for name in ("forward", "backward")]
     qkv, do = draw(2, 40, 3, 2, 16, dtype=dtype), torch.randn(2, 40, 2, 16).to(dtype)
     with trying("attention", pair):
         check(attention_case(2, 65, 32, 3, "cpu", causal=causal), dtype, "cpu")
         (packed,) = torch.autograd.grad(attention_qkvpacked(qkv, causal=causal), qkv, do)
         apart = torch.autograd.grad(attention(*qkv.unbind(2), causal=causal), qkv, do)[0]
     assert torch.equal(packed, apart)
-
-
-def test_the_peer_really_runs():
-    """Its bits are torch's."""
-    q, k, v = (draw(2, 65, 3, 32) for _ in range(3))
-    do = torch.randn(2, 65, 3, 32)
-    with trying("attention", "cpu"):
-        o = attention(q, k, v)
-        ours = (o, *torch.autograd.grad(o, (q, k, v), do))
-    theirs = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
-    ).transpose(1, 2)
-    torch.testing.assert_close(ours[0], theirs, rtol=0, atol=0)
-    for mine, grad in zip(ours[1:], torch.autograd.grad(theirs, (q, k, v), do)):
-        torch.testing.assert_close(mine, grad, rtol=0, atol=1e-6)
+    assert list(map(bool, calls)) == [pair.startswith("cpu"), pair.endswith("cpu")]
 
 
 def test_statistics_go_through_both_forms():

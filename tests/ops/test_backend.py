@@ -138,33 +138,30 @@ def test_a_gpu_without_kernels_is_refused(monkeypatch, hip, capability, message)
 
 def test_the_compiled_module_checks_what_it_writes():
     """A wrong dtype, size or layout would reach memory that is another's."""
-    x, y = torch.zeros(6, 4), torch.zeros(6, 4)
-    written = "expected y of 24 contiguous elements of float32, got "
-    for wrong, got in (
-        (y.double(), "24 of float64"),
-        (y.bfloat16(), "24 of bfloat16"),
-        (y[:5], "20 of float32"),
-        (y.t(), "24 of float32, strided"),
-        (None, "0 of another dtype, strided"),
-    ):
-        with pytest.raises(ValueError, match=written + got):
-            _C.bias_gelu_fwd(x, None, wrong, 4, 1)
-    with pytest.raises(ValueError, match="expected x of float32, bfloat16 or float16, got int64"):
-        _C.bias_gelu_fwd(x.long(), None, y, 4, 1)
-    with pytest.raises(TypeError, match=r"Tensor \| None"):
-        _C.bias_gelu_fwd(x.data_ptr(), None, y, 4, 1)
+    x, y, q = torch.zeros(6, 4), torch.zeros(6, 4), torch.zeros(1, 3, 2, 16)
     targets, one, rows = torch.zeros(6, dtype=torch.int64), torch.ones(()), (4, -100, 0.0, 0.0, 1)
-    with pytest.raises(ValueError, match=r"expected loss of 6 .* float32, got 6 of bfloat16"):
-        _C.cross_entropy_rows(x, targets, one, None, torch.zeros(6).bfloat16(), *rows)
-    for grad in (y.t(), y[:, :3], y.half(), torch.zeros(6, 8)[:, ::2]):
-        with pytest.raises(ValueError, match=r"expected grad of 2 dimensions that fit .* float32"):
-            _C.cross_entropy_rows(x, targets, one, grad, torch.zeros(6), *rows)
-    q = torch.zeros(1, 3, 2, 16)
     grads, stats = (q.clone(), q.clone()[:, :2], q.clone()), torch.zeros(1, 2, 3, 2)
-    with pytest.raises(ValueError, match="expected dk of 4 dimensions that fit"):
-        _C.attention_bwd(q, q, q, q, stats, *grads, None, True, 1.0, 0, 0, 0, 0, 0, 1)
-    with pytest.raises(ValueError, match="expected dtype code 0, 1 or 2, got code=7"):
-        _C.round_array(x, y, 7)
+    gelu, loss = _C.bias_gelu_fwd, _C.cross_entropy_rows
+    for words, call, *args in (
+        *((f"y of 24 contiguous elements of float32, got {got}", gelu, x, None, wrong, 4, 1)
+          for wrong, got in (
+            (y.double(), "24 of float64"), (y.bfloat16(), "24 of bfloat16"),
+            (y[:5], "20 of float32"), (y.t(), "24 of float32, strided"),
+            (None, "0 of another dtype, strided"),
+          )),
+        ("expected x of float32, bfloat16 or float16, got int64", gelu, x.long(), None, y, 4, 1),
+        (r"Tensor \| None", gelu, x.data_ptr(), None, y, 4, 1),
+        ("expected loss of 6 .* float32, got 6 of bfloat16", loss,
+         x, targets, one, None, torch.zeros(6).bfloat16(), *rows),
+        *(("expected grad of 2 dimensions that fit .* float32", loss,
+           x, targets, one, grad, torch.zeros(6), *rows)
+          for grad in (y.t(), y[:, :3], y.half(), torch.zeros(6, 8)[:, ::2])),
+        ("expected dk of 4 dimensions that fit", _C.attention_bwd,
+         q, q, q, q, stats, *grads, None, True, 1.0, 0, 0, 0, 0, 0, 1),
+        ("expected dtype code 0, 1 or 2, got code=7", _C.round_array, x, y, 7),
+    ):  # fmt: skip
+        with pytest.raises((ValueError, TypeError), match=words):
+            call(*args)
 
 
 def test_one_openmp_library():

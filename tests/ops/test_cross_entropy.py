@@ -394,33 +394,30 @@ def test_the_weights_gradient_is_made_where_it_was_saved_unless_the_graph_is_kep
 # Shards of the vocabulary
 
 
-def combine(logits, targets, cuts, scale, *, z_loss=0.0, vocab_size=None):
-    """(losses [N], dlogits) as the ranks that own the columns between the cuts find them."""
-    edges = [0, *cuts, logits.shape[1]]
-    shards = [(a, logits[:, a:b]) for a, b in itertools.pairwise(edges)]
-    options = {"vocab_size": vocab_size}
-    parts = [cross_entropy_shard(x, targets, first=a, **options) for a, x in shards]
-    tops, sums, target_logits = (torch.stack(p) for p in zip(*parts))
-    top = tops.amax(0)
-    lse = top + (sums * (tops - top).exp()).sum(0).log()
-    losses = lse - target_logits.sum(0) + z_loss * lse**2
-    grads = [
-        cross_entropy_shard_grad(x, targets, lse, scale, first=a, z_loss=z_loss, **options)
-        for a, x in shards
-    ]
-    return torch.where(targets == -100, 0.0, losses), torch.cat(grads, 1)
-
-
 @sweep(("cuts", "z_loss"), [((500,), 0.01), ((333, 700), 0.0), ((1, 999), 0.01)])
 def test_shards_make_the_whole_loss(form, cuts, z_loss):
-    """Two and three shards, the last with padding, against the oracle of the whole."""
-    options = {"z_loss": z_loss, "vocab_size": 990}
+    """Two and three shards, as the ranks that own the columns between the cuts find them, the last
+    with padding: losses and gradient against the oracle of the whole."""
 
-    def shards(x, t):
-        return combine(x, t, cuts, torch.ones((), device=form), **options)
+    def shards(logits, targets):
+        edges, one = [0, *cuts, logits.shape[1]], torch.ones((), device=form)
+        owned = [
+            ((logits[:, a:b], targets), {"first": a, "vocab_size": 990})
+            for a, b in itertools.pairwise(edges)
+        ]
+        parts = [cross_entropy_shard(*given, **options) for given, options in owned]
+        tops, sums, hits = (torch.stack(p) for p in zip(*parts))
+        top = tops.amax(0)
+        lse = top + (sums * (tops - top).exp()).sum(0).log()
+        losses = lse - hits.sum(0) + z_loss * lse**2
+        grads = [
+            cross_entropy_shard_grad(*given, lse, one, z_loss=z_loss, **options)
+            for given, options in owned
+        ]
+        return torch.where(targets == -100, 0.0, losses), torch.cat(grads, 1)
 
     def whole(x, t):
-        return gradients(x, t, oracle=True, reduction="none", **options)
+        return gradients(x, t, oracle=True, reduction="none", z_loss=z_loss, vocab_size=990)
 
     def eager(x, t):
         losses, grad = whole(x.float(), t)

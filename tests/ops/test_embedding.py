@@ -217,7 +217,7 @@ WTE, WPE = ones(5, 4), ones(3, 4)
         )),
     ],
 )  # fmt: skip
-def test_what_is_refused(args, options, words, place):
-    if place == "cpu":  # ids on a GPU are not checked
-        with pytest.raises(ValueError, match="embedding: .*" + words):
-            embedding(*args, **options)
+def test_what_is_refused(args, options, words):
+    """On a CPU: ids on a GPU are not checked."""
+    with pytest.raises(ValueError, match="embedding: .*" + words):
+        embedding(*args, **options)

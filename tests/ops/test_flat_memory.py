@@ -572,17 +572,22 @@ def blocks(n, dtype=torch.float32, device="cpu"):
     return x.to(device, dtype)
 
 
-def check(x, bits, device, *, block=256, seed=None, first_index=0, error=None):
+def placed(x, device, offset):
+    """The values on the device, `offset` elements into their memory."""
+    return torch.empty(offset + x.numel(), dtype=x.dtype, device=device)[offset:].copy_(x)
+
+
+def check(x, bits, device, *, block=256, seed=None, first_index=0, error=None, offset=0):
     """Op and oracle agree in codes, scales, error and values."""
     kwargs = {"bits": bits, "block": block, "seed": seed, "first_index": first_index}
-    lost = None if error is None else error.to(device, copy=True)
-    codes, scales = quantize_blockwise(x.to(device), error=lost, **kwargs)
+    lost = None if error is None else placed(error, device, offset)
+    codes, scales = quantize_blockwise(placed(x, device, offset), error=lost, **kwargs)
     want_error = None if error is None else error.clone()
     want, want_scales = ref.quantize_blockwise_ref(x.float(), error=want_error, **kwargs)
-    assert_same(codes, want)
-    assert_same(scales, want_scales)
+    assert_all_same([codes, scales], [want, want_scales])
     if error is not None:
         assert_same(lost, want_error)
+    codes = placed(codes, device, offset)
     for out_dtype in DTYPES:
         got = dequantize_blockwise(codes, scales, out_dtype=out_dtype, block=block)
         assert_same(got, ref.dequantize_blockwise_ref(want, want_scales, block=block).to(out_dtype))
@@ -626,8 +631,7 @@ def test_the_rest_of_x_can_stay_in_x(bits, device):
             error, rest = torch.zeros_like(x), x.clone()
             found = quantize_blockwise(x, bits=bits, seed=seed, error=error)
             got = quantize_blockwise(rest, bits=bits, seed=seed, error=rest)
-            for a, b in zip((*got, rest), (*found, error)):
-                assert_same(a, b)
+            assert_all_same([*got, rest], [*found, error])
             assert (rest[256:768] == 0).all()
             assert rest.any()
 
@@ -672,13 +676,13 @@ def test_seeds_and_cuts(bits, device):
     for cut in (64, 1280, 3968):
         left = quantize_blockwise(x[:cut], first_index=128, **kwargs)
         right = quantize_blockwise(x[cut:], first_index=128 + cut, **kwargs)
-        for parts in zip(left, right, whole):
-            assert_same(torch.cat(parts[:2]), parts[2])
+        assert_all_same(map(torch.cat, zip(left, right)), whole)
     plain = torch.randn(4000, device=device)  # two drawings of it differ in a third
-    whole, _ = quantize_blockwise(plain, first_index=128, **kwargs)
-    for other in ({"seed": 10, "first_index": 128}, {"seed": 9, "first_index": 192}):
-        codes, _ = quantize_blockwise(plain, **{**kwargs, **other})
-        assert (codes != whole).float().mean() > 0.2
+    first, *others = (
+        quantize_blockwise(plain, **{**kwargs, "seed": seed, "first_index": at})[0]
+        for seed, at in ((9, 128), (10, 128), (9, 192))
+    )
+    assert all((codes != first).float().mean() > 0.2 for codes in others)
 
 
 @sweep("error_dtype", DTYPES[:2])
@@ -732,21 +736,11 @@ def test_what_is_not_finite_does_not_vanish(bits, device):
             assert scales[b] == clean_scales[b]
 
 
-def test_codes_of_every_offset(device):
-    """Offsets 0..63 bytes of x and error, codes that start anywhere, shapes and strides."""
+def test_codes_of_every_offset_shape_and_stride(device):
+    """Offsets 0..63 bytes of x and error, codes that start anywhere."""
     for offset in range(16):
-        n = 64 + 7 * offset
-        x, error = torch.randn(2, n + offset, device=device)
-        kwargs = {"block": 32, "seed": seeds(1)[-1]}
-        want_error = error[offset:].clone()
-        want, scales = quantize_blockwise(x[offset:].clone(), error=want_error, **kwargs)
-        got, got_scales = quantize_blockwise(x[offset:], error=error[offset:], **kwargs)
-        moved = torch.zeros(n + offset, dtype=torch.int8, device=device)
-        moved[offset:] = want
-        for a, b in ((got, want), (got_scales, scales), (error[offset:], want_error)):
-            assert_same(a, b)
-        values = dequantize_blockwise(moved[offset:], scales, block=32)
-        assert_same(values, dequantize_blockwise(want, scales, block=32))
+        x, error = torch.randn(2, 64 + 7 * offset)
+        check(x, 8, device, block=32, seed=seeds(1)[-1], error=error, offset=offset)
     x = torch.randn(30, 20, device=device)
     codes, scales = quantize_blockwise(x.t(), block=64)
     assert (codes.shape, scales.shape) == ((20, 30), (10,))

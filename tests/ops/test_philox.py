@@ -27,7 +27,7 @@ from fastpar.kernels import (
     residual_rms_norm,
 )
 from fastpar.kernels.attention import BITS, Mask
-from fastpar.kernels.philox import MaskBlock, dropout_block, mask_parts, philox_4x32
+from fastpar.kernels.philox import MaskBlock, dropout_block, philox_4x32
 from fastpar.kernels.reference import keep_mask_ref, philox_ref
 
 # Known answers of Philox4x32-10, from the Random123 library's own test.
@@ -348,15 +348,6 @@ def test_masks_of_heads_are_the_oracles():
     heads = keep_mask(rng, P, (2, 4, 5, 33))
     assert torch.equal(heads, keep_mask_ref(rng, P, (2, 4, 5, 33)))
     assert torch.equal(heads, keep_mask(RNG, P, (2, 13, 5, 33))[:, 9:])
-
-
-def test_whole_samples_are_one_block():
-    assert mask_parts((2, 6, 8), 0, 4, (8, 0, 0)) == [MaskBlock(3, 1, 4, 8, 2, 0, 0)]
-    assert mask_parts((12, 8), 0, 4, (7, 0, 0)) == [
-        MaskBlock(1, 1, 1, 8, 1, 0, 3),
-        MaskBlock(2, 1, 4, 8, 2, 0, 0),
-        MaskBlock(1, 1, 3, 8, 4, 0, 0),
-    ]
 
 
 X, IDX, Q = torch.ones(2, 3, 8), torch.zeros(2, 3, dtype=torch.int64), torch.ones(1, 2, 3, 8)
