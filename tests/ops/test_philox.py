@@ -326,8 +326,13 @@ def test_attention_of_the_last_queries(form, sizes, dtype):
     whole = with_grads(lambda *x: attention(*x, dropout_p=P, rng=RNG), q, k, v)
     rng = RNG._replace(first_row=at)
     o, dq, *_ = with_grads(lambda *x: attention(*x, dropout_p=P, rng=rng), q[:, at:], k, v)
-    same(o, whole[0][:, at:])
-    same(dq, whole[1][:, at:])
+    for a, b in ((o, whole[0][:, at:]), (dq, whole[1][:, at:])):
+        if dtype == torch.float16 and form == "cpu" and backend.choice == "triton":
+            # NumPy's products round a row differently at other places of a tile: one step of fp16.
+            atol = torch.finfo(dtype).eps * b.abs().max().item()
+            torch.testing.assert_close(a, b, atol=atol, rtol=0)
+        else:
+            same(a, b)
     first, last = (slice(0, at), RNG), (slice(at, Tk), rng)
     grads = [
         with_grads(
