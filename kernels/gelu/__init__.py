@@ -58,17 +58,22 @@ def _pre_activation(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else (x + bias).to(x.dtype)
 
 
+def _bias_gelu_cpp(x: Tensor, bias: Tensor | None) -> Tensor:
+    """y of the tanh form by the compiled kernel; the doctor's tests put a broken one here."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    if x.numel():
+        c = x.shape[-1] if x.dim() else 1
+        _C.bias_gelu_fwd(x, _float_bias(bias), y, c, torch.get_num_threads())
+    return y
+
+
 def bias_gelu_fwd(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     """y = gelu(x + bias), contiguous."""
     if use_triton("bias_gelu", x):
         return triton_module("gelu.triton").bias_gelu_fwd(x, bias, tanh)
     if use_cpp("bias_gelu", x) and tanh:
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        if x.numel():
-            c = x.shape[-1] if x.dim() else 1
-            _C.bias_gelu_fwd(x, _float_bias(bias), y, c, torch.get_num_threads())
-        return y
+        return _bias_gelu_cpp(x, bias)
     return F.gelu(_pre_activation(x, bias).contiguous(), approximate=_FORMS[tanh])
 
 
