@@ -153,8 +153,10 @@ def pick_dtype(config: TrainConfig, mesh: Mesh, state: dict[str, Any] | None) ->
     if name == "auto" and on_gpu:
         name = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
     elif name == "auto" and config.shape.init_from is None:
+        alone = mesh.world_size * mesh.replicas == 1
         is_wide = config.model_config(1).n_embd >= BF16_WIDTH
-        name = "bf16" if is_wide and all(gather_objects(has_bf16_gemm)) else "fp32"
+        have = [has_bf16_gemm] if alone or not is_wide else gather_objects(has_bf16_gemm)
+        name = "bf16" if is_wide and all(have) else "fp32"
     if name == "fp16" and not on_gpu:
         raise ValueError(
             "train: expected dtype fp32 or bf16 on the CPU, got dtype=fp16; use --dtype bf16"

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -331,15 +330,17 @@ def test_a_run_goes_on_from_another_folder_and_version(here, monkeypatch, capsys
     }  # fmt: skip
 
 
+def picked(state=None, **changes):
+    config = TrainConfig().replace({"model": "gpt2", **changes})
+    return pick_dtype(config, Mesh(device="cpu"), state)
+
+
 def test_auto_is_bf16_where_all_ranks_multiply_it_fast(monkeypatch):
-    mesh = SimpleNamespace(device=torch.device("cpu"))
-    ranks = [True, True]
-    monkeypatch.setattr("fastpar.train.start.gather_objects", lambda mine: ranks)
-
-    def pick(state=None, **changes):
-        return pick_dtype(TrainConfig().replace({"model": "gpt2", **changes}), mesh, state)
-
-    assert pick() == pick(dtype="bf16") == "bf16"
-    assert pick(n_embd=756) == pick(init_from="w") == pick({"dtype": "fp32"}) == "fp32"
-    ranks[1] = False
-    assert (pick(), pick({"dtype": "bf16"})) == ("fp32", "bf16")
+    for ranks in (1, 2):
+        for fast, chosen in ((False, "fp32"), (True, "bf16")):
+            monkeypatch.setattr("fastpar.train.start.has_bf16_gemm", fast)
+            assert set(run_ranks(picked, ranks, init=False)) == {chosen}
+    assert picked() == picked(dtype="bf16") == "bf16"
+    assert picked(n_embd=756) == picked(init_from="w") == picked({"dtype": "fp32"}) == "fp32"
+    monkeypatch.setattr("fastpar.train.start.gather_objects", lambda mine: [mine, False])
+    assert set(run_ranks(picked, 2, init=False)) == {"fp32"}
