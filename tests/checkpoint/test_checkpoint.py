@@ -11,6 +11,7 @@ import pytest
 import torch
 from cells import cells, slow, sweep
 from nanogpt_cells import NanoGPT
+from optimizers import BF16, MODES, adamw, assert_same
 from saved import bits, whole_tensors
 from torch import nn
 
@@ -32,22 +33,12 @@ from fastpar.optim.schedule import param_groups
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=131, dropout=0.1)
-BF16 = torch.bfloat16
-FORMS = {  # of a model and its optimizer
-    "fp32": (torch.float32, {}),
-    "amsgrad": (torch.float32, {"amsgrad": True}),
-    "master": (BF16, {"master_weights": True}),
-    "remainder": (BF16, {"master_weights": "remainder"}),
-    "bf16 moments": (torch.float32, {"moment_dtype": BF16}),
-    "int8 moments": (torch.float32, {"moment_dtype": torch.uint8}),
-    "all of 16 bits": (BF16, {"master_weights": "remainder", "moment_dtype": BF16}),
-    "no masters": (BF16, {"stochastic_rounding": True, "moment_dtype": torch.uint8}),
-    "fp16": (torch.float16, {"master_weights": True}),
-}
+HALF_MOMENTS = (BF16, adamw, {"master_weights": "remainder", "moment_dtype": BF16})
+FORMS = {**MODES, "remainder, bf16 moments": HALF_MOMENTS}  # of a model and its optimizer
 
 
 def make(config=CONFIG, form="fp32", seed=0, steps=2, *, mesh=None, stage=0, frozen=()):
-    dtype, options = FORMS[form]
+    dtype, _, options = FORMS[form]
     model = GPT(config, seed=seed).to(dtype)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
@@ -77,19 +68,12 @@ def state_of(model, optimizer):
     }
 
 
-def assert_same(got, expected):
-    assert got.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert tensor.dtype == got[key].dtype
-        assert torch.equal(tensor, got[key]), key
-
-
 def save(run, made, step=2, **state):
     given = {"model": made[0], "optimizer": made[1], "tokenizer": make_tokenizer("bytes")}
     return save_checkpoint(run, step=step, state=state, **given)
 
 
-@sweep("form", ["fp32", "amsgrad", "master", "all of 16 bits", "no masters"])
+@sweep("form", ["fp32", "amsgrad", "bf16-master", "remainder, bf16 moments", "8-bit-stochastic"])
 def test_same_bits_back(tmp_path, form):
     """In a new optimizer, and in the memory of one that has taken steps."""
     made = make(form=form)
@@ -109,9 +93,9 @@ def test_same_bits_back(tmp_path, form):
 
 LAYOUTS = [(2, 3, 1), (1, 0, 1), (4, 3, 2)]  # ranks, stage, tp
 CHANGES = [
-    *itertools.permutations(("fp32", "master", "remainder"), 2),
-    ("fp32", "fp16"),
-    ("fp16", "fp32"),
+    *itertools.permutations(("fp32", "bf16-master", "remainder"), 2),
+    ("fp32", "fp16-master"),
+    ("fp16-master", "fp32"),
 ]
 
 
@@ -150,7 +134,7 @@ def test_masters_and_moments_survive_another_dtype(tmp_path, change, layout):
             assert torch.equal(got[name][1][rows], moment), name
 
 
-@sweep("after", ["bf16 moments", "int8 moments"])
+@sweep("after", ["bf16-moments", "8-bit"])
 def test_moments_are_rounded_as_load_state_dict_rounds_them(tmp_path, after):
     made = make()
     path = save(tmp_path / after, made)
@@ -260,7 +244,7 @@ def test_ranks_that_split_a_model_refuse_together(tmp_path):
         assert split(work) == [True, True]
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(ValueError, match=r"is split, which optimizer state .* does not support"):
-        split(lambda *made: save(tmp_path, made), form="int8 moments")
+        split(lambda *made: save(tmp_path, made), form="8-bit")
     assert not list_checkpoints(tmp_path)
 
 

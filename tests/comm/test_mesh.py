@@ -180,17 +180,6 @@ def test_a_dead_rank_does_not_hang_the_others():
 # Groups and places
 
 
-def test_an_existing_group_is_used():
-    def rank():
-        mesh = Mesh(dp=4)
-        mesh.close()  # not ours: stays
-        assert dist.is_initialized()
-        assert (mesh.tp_size, mesh.tp_rank, mesh.tp_group) == (1, 0, None)
-        return mesh.dp_rank, mesh.dp_size, mesh.is_main, mesh.dp_group is dist.group.WORLD
-
-    assert run_ranks(rank, 4) == [(r, 4, r == 0, True) for r in range(4)]
-
-
 def from_torchruns_environment():
     """(Its groups are real ones with the mesh's time-out, and end with the mesh.)"""
     assert not dist.is_initialized()
@@ -207,6 +196,7 @@ def from_torchruns_environment():
     assert mesh.device_mesh.mesh_dim_names == ("dp", "tp")
     assert mesh.device_mesh["tp"].get_group() is mesh.tp_group
     assert (mesh.owns_process_group, again.owns_process_group) == (True, False)
+    again.close()  # the group is not its own: it stays
     assert (str(mesh.device), dist.get_backend()) == ("cpu", "gloo")
     mesh.close()
     assert not dist.is_initialized()
@@ -263,7 +253,12 @@ def test_groups_along_any_axes(counts, axes):
 
 def test_every_rank_has_its_place_on_every_axis():
     def rank():
-        mesh = Mesh(pp=2, tp=2).with_replicas(2)
+        whole = Mesh(pp=2, tp=2)
+        mesh = whole.with_replicas(2)  # copies of a sharded model
+        assert (mesh.dp_size, mesh.dp_rank) == (whole.dp_size, whole.dp_rank)
+        assert (mesh.dp_group, mesh.tp_group) == (whole.dp_group, whole.tp_group)
+        with pytest.raises(ValueError, match=r"replicas to divide the 2 ranks .*replicas=3"):
+            whole.with_replicas(3)
         for axes in itertools.combinations(AXES, 2):
             assert mesh.size(*axes) == dist.get_world_size(mesh.group(*axes))
             assert mesh.rank_in(*axes) == dist.get_rank(mesh.group(*axes))
@@ -298,24 +293,6 @@ def test_places_of_ranks(settings, ranks, sizes):
     places = itertools.product(*map(range, sizes.values()))
     for place, expected in zip(run_ranks(rank, ranks), places, strict=True):
         assert place == {**place, **dict(zip(sizes, expected))}
-
-
-def test_copies_of_a_sharded_model():
-    """Those of one copy are neighbours; both meshes have the groups of the same ranks in common."""
-
-    def rank():
-        mesh = Mesh(tp=2)
-        other = mesh.with_replicas(2)
-        assert (other.dp_size, other.dp_rank) == (mesh.dp_size, mesh.dp_rank) == (4, mesh.rank // 2)
-        assert other.dp_group is mesh.dp_group
-        assert other.tp_group is mesh.tp_group
-        with pytest.raises(ValueError, match=r"replicas to divide the 4 ranks .*replicas=3"):
-            mesh.with_replicas(3)
-        return [dist.get_process_group_ranks(other.group(axis)) for axis in ("replicas", "dp")]
-
-    found = run_ranks(rank, 8)
-    assert found[0] == [[0, 4], [0, 2]]
-    assert found[7] == [[3, 7], [5, 7]]
 
 
 def test_replicas_that_train_apart_are_the_outermost_dimension():

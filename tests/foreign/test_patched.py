@@ -4,17 +4,16 @@ import copy
 import functools
 import pickle
 import warnings
-from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 from foreign_models import BOTH, MODELS, gpt2, ids_for, logits_of, nano, pair, stock_bench_model
 from nanogpt_cells import NanoGPT
-from torch.utils._python_dispatch import TorchDispatchMode
+from programs import SMALL, STAGES, Case, check
 
 import fastpar
-from fastpar import AdamW, Mesh, parallelize
+from fastpar import Mesh, parallelize
 from fastpar.foreign import fused
 from fastpar.foreign.swap import swap_of
 from fastpar.settings.parallel import Parallel
@@ -247,90 +246,44 @@ def test_matches_through_triton(triton_device):
 # Under ZeRO the fused ops run at every stage
 
 
-SMALL = {"bucket_mb": 0.01, "first_bucket_mb": 0.005}
-
-
-class Ops(TorchDispatchMode):
-    """Counts the calls of fastpar's ops, by their names and the tensors that they are given."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fastpar":
-            given = sum(isinstance(x, torch.Tensor) for x in (*args, *(kwargs or {}).values()))
-            self.calls[f"{func.name().removeprefix('fastpar::')} {given}"] += 1
-        return func(*args, **(kwargs or {}))
-
-
 SHARDED = ("transformers", "transformers, fused loss", "nanoGPT")
 
 
-@functools.cache
 def patched(name):
     model = nano() if name == "nanoGPT" else gpt2("D8")
     fastpar.patch(model, fused_loss="loss" in name)
     return model
 
 
-def loss_of(model, ids):
+def loss_of(model, seed):
+    ids = torch.randint(67, (2, 11), generator=torch.Generator().manual_seed(seed))
     if isinstance(model, NanoGPT):
         return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     return model(ids, labels=ids, use_cache=False).loss
 
 
-def batch(seed):
-    return torch.randint(67, (2, 11), generator=torch.Generator().manual_seed(seed))
+@torch.no_grad()
+def evaluate(model, step):
+    loss_of(model.eval(), step)
+    model.train()
 
 
-def run_sharded(name, stage):
-    """Per pass what was called, and the final weights."""
-    model, rank = copy.deepcopy(patched(name)), 0
-    if stage is not None:
-        mesh = Mesh(dp=2)
-        rank = mesh.dp_rank
-        parallelize(model, mesh, Parallel.of(zero_stage=stage, **SMALL))
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    seen = []
-    for step in range(2):
-        with Ops() as ops:
-            loss = loss_of(model, batch(2 * step + rank))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.eval()
-        with torch.no_grad(), Ops() as evaluation:
-            loss_of(model, batch(2 * step + rank))
-        model.train()
-        seen.append((ops.calls, evaluation.calls))
-    return seen, {name: value.clone() for name, value in model.state_dict().items()}
-
-
-@pytest.mark.filterwarnings("error:fastpar.patch")
+@pytest.mark.filterwarnings("error:fastpar.patch")  # no call falls back
 @pytest.mark.parametrize("name", SHARDED)
-def test_a_patched_model_stays_fused_at_every_stage(name):
-    """The same numbers of calls of ops as in one process, the same weights at all stages."""
-    once, _ = run_sharded(name, None)
-    for calls in once[0]:
-        assert calls["layer_norm 5"] == calls["bias_gelu 2"] == 2, calls  # with residual; with bias
-    weights = None
-    for stage in range(4):
-        for seen, state in run_ranks(run_sharded, 2, name, stage):
-            assert seen == once, stage
-            weights = weights or state
-            for key, value in state.items():
-                assert torch.equal(value, weights[key]), (stage, key)
+def test_a_patched_model_has_the_bits_of_one_process_at_every_stage(name):
+    case = Case(functools.partial(patched, name), loss_of, between=evaluate)
+    for stage in STAGES:
+        check(case, 2, stage)
 
 
 def compiled(stage):
-    model = copy.deepcopy(patched("transformers"))
+    model = patched("transformers")
     parallelize(model, Mesh(), Parallel.of(zero_stage=stage, **SMALL))
     with torch.no_grad():
-        want = loss_of(model, batch(0))
+        want = loss_of(model, 0)
     for block in model.transformer.h:
         block.compile(backend="aot_eager")
-    loss = loss_of(model, batch(0))
+    loss = loss_of(model, 0)
     loss.backward()
     return (loss - want).abs().item() < 1e-5
 

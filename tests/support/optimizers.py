@@ -88,17 +88,17 @@ def step_counts(optimizer) -> list[int]:
     return sorted(int(state["step"]) for state in optimizer.state.values() if "step" in state)
 
 
-def assert_same(found, expected):
+def assert_same(found, expected, where=""):
     """Tensors, numbers and dicts of them, bit for bit, names and dtypes included."""
     if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
+        assert found.keys() == expected.keys(), where
         for name, value in expected.items():
-            assert_same(found[name], value)
+            assert_same(found[name], value, f"{where} {name}")
     elif isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
+        assert found.dtype == expected.dtype, where
+        assert torch.equal(found, expected), where
     else:
-        assert found == expected
+        assert found == expected, where
 
 
 def assert_same_state(a, b):
