@@ -120,78 +120,60 @@ C, FEATURES = 6, 8
 LINEAR = {"column": column_linear, "row": row_linear}
 
 
-def whole_inputs(kind, dtype, dims):
-    """x, weight, bias and dy."""
-    n_in, n_out = (C, FEATURES) if kind == "column" else (FEATURES, C)
+def whole_inputs(dtype, dims):
+    """x, weight and bias of a column layer and of a row layer behind it, dy."""
     rows = (4,) if dims == 2 else (3, 4)
-    shapes = ((*rows, n_in), (n_out, n_in), (n_out,), (*rows, n_out))
+    shapes = ((*rows, C), (FEATURES, C), (FEATURES,), (C, FEATURES), (C,), (*rows, C))
     return [random(*shape, seed=1 + i, dtype=dtype) for i, shape in enumerate(shapes)]
 
 
-def parts_of(kind, sp, rank, x, w, b, dy):
-    """What one rank has of whole tensors."""
-    if kind == "column":
-        x = slices(x, -2)[rank] if sp else x
-        return x, slices(w, 0)[rank], slices(b, 0)[rank], slices(dy, -1)[rank]
-    return slices(x, -1)[rank], slices(w, 1)[rank], b, slices(dy, -2)[rank] if sp else dy
-
-
-def layer(kind, dtype, sp, dims, strided, bias, needed):
-    """One rank's y and the gradients that are asked for."""
-    tp = make(sp)
-    x, w, b, dy = parts_of(kind, sp, tp.rank, *whole_inputs(kind, dtype, dims))
-    tensors = [x, w, b if bias else None]
+def both_layers(sp, whole, strided, needed):
+    """One rank's y and the gradients that are needed."""
+    tp, tokens = make(sp), -2 if sp else None
+    dims = (tokens, 0, 0, 1, None, tokens)  # along which a rank has a slice
+    parts = [t if dim is None else slices(t, dim)[tp.rank] for t, dim in zip(whole, dims)]
     if strided:
-        tensors = [t if t is None or t.dim() < 2 else t.mT.contiguous().mT for t in tensors]
-    dy = dy.mT.contiguous().mT if strided else dy.contiguous()
-    tensors = [t if t is None else t.clone().requires_grad_(n) for t, n in zip(tensors, needed)]
-    before = [None if t is None else t.detach().clone() for t in (*tensors, dy)]
-    y = LINEAR[kind](*tensors, tp)
-    if any(needed[: 2 + bias]):
+        parts = [t.mT.contiguous().mT if t.dim() > 1 else t for t in parts]
+    *leaves, dy = (t.clone() for t in parts)
+    x, w, b, v, c = (t.requires_grad_(n) for t, n in zip(leaves, needed))
+    y = row_linear(column_linear(x, w, b, tp), v, c, tp)
+    if any(needed):
         y.backward(dy)
-    for t, old in zip((*tensors, dy), before):
-        assert t is None or torch.equal(t.detach(), old)
-    return y.detach(), *(None if t is None else t.grad for t in tensors)
+    assert all(map(torch.equal, (*leaves, dy), parts))
+    return y.detach(), *(t.grad for t in leaves)
 
 
-def joined(kind, sp, results):
-    """y, dx, dw, db of the ranks as whole tensors."""
-    dims = (
-        (-1, -2 if sp else None, 0, 0) if kind == "column" else (-2 if sp else None, -1, 1, "sum")
-    )
-    for values, dim in zip(zip(*results), dims):
-        if values[0] is None or dim is None or (dim == "sum" and not sp):
-            assert all(v is None or torch.equal(v, values[0]) for v in values)  # the same bits
+def joined(sp, results):
+    """y and gradients of all ranks; what each has whole has the same bits."""
+    tokens = -2 if sp else None
+    for values, dim in zip(zip(*results), (tokens, tokens, 0, 0, 1, "sum" if sp else None)):
+        if values[0] is None or dim is None:
+            assert all(v is None or torch.equal(v, values[0]) for v in values)
             yield values[0]
         else:
             yield sum(values) if dim == "sum" else torch.cat(values, dim)
 
 
-def check_layer(kind, dtype, sp, dims, strided, bias=True, needed=(True, True, True)):
-    results = run_ranks(layer, RANKS, kind, dtype, sp, dims, strided, bias, needed)
-    y, *grads = joined(kind, sp, results)
-    x, w, b, dy = (t.double() for t in whole_inputs(kind, dtype, dims))
-    x, w, b = (t.requires_grad_() for t in (x, w, b))
-    expected = F.linear(x, w, b if bias else None)
-    expected.backward(dy)
-    assert_close(y, expected.detach(), dtype)
-    for grad, whole, need in zip(grads, (x, w, b), (*needed[:2], needed[2] and bias)):
-        assert (grad is not None) == need
-        if need:
-            assert_close(grad, whole.grad, dtype)
-
-
 sequence = sweep("sp", [True, False])
 
 
-@sweep("kind", LINEAR)
 @sequence
-def test_layers_match_the_whole_linear(kind, sp):
+def test_a_column_and_a_row_layer_match_the_whole_ones(sp):
     """Each dtype, number of dimensions and order of memory; only the gradients that are needed."""
-    for dtype, dims, strided in itertools.product(DTYPES, (2, 3), (False, True)):
-        check_layer(kind, dtype, sp, dims, strided)
-    for bias, *needed in itertools.product([True, False], repeat=4):
-        check_layer(kind, torch.float64, sp, 2, False, bias, needed)
+    cases = [(*case, (True,) * 5) for case in itertools.product(DTYPES, (2, 3), (False, True))]
+    some = itertools.product([True, False], repeat=5)
+    for dtype, dims, strided, needed in (*cases, *((torch.float64, 2, False, n) for n in some)):
+        whole = whole_inputs(dtype, dims)
+        y, *grads = joined(sp, run_ranks(both_layers, RANKS, sp, whole, strided, needed))
+        *leaves, dy = (t.double() for t in whole)
+        x, w, b, v, c = (t.requires_grad_() for t in leaves)
+        expected = F.linear(F.linear(x, w, b), v, c)
+        expected.backward(dy)
+        assert_close(y, expected.detach(), dtype)
+        for grad, leaf, need in zip(grads, leaves, needed):
+            assert (grad is not None) == need
+            if need:
+                assert_close(grad, leaf.grad, dtype)
 
 
 @sequence
@@ -205,9 +187,9 @@ def test_there_may_be_no_tokens_and_no_ranks(sp):
         assert (list(y.shape), w.grad.any(), v.grad.any()) == ([0, C], False, False)
 
     run_ranks(rank, 2)
-    for kind, op in LINEAR.items():  # without ranks layers are linear
-        x, w, b, _ = whole_inputs(kind, torch.float32, 3)
-        assert torch.equal(op(x, w, b), F.linear(x, w, b))
+    x, w, b, *_ = whole_inputs(torch.float32, 3)
+    for linear in LINEAR.values():  # without ranks
+        assert torch.equal(linear(x, w, b), F.linear(x, w, b))
 
 
 # Which communication is under way beside which product
@@ -240,7 +222,9 @@ def order(kind, sp, needed):
     """Collectives and products of forward and backward, as this rank calls them."""
     log = []
     tp = TensorParallel(Recorded(log), sequence_parallel=sp)
-    tensors = [t.requires_grad_(n) for t, n in zip(whole_inputs(kind, torch.float32, 2), needed)]
+    x, w, b, v, c, _ = whole_inputs(torch.float32, 2)
+    tensors = (x, w, b) if kind == "column" else (random(4, FEATURES), v, c)
+    tensors = [t.requires_grad_(n) for t, n in zip(tensors, needed)]
 
     def noted(a, b, **kwargs):
         log.append(f"product {list(a.shape)} {list(b.shape)}")

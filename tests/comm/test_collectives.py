@@ -160,25 +160,6 @@ def test_every_operation(kind, backend, ranks, cells):
     assert found == [[]] * ranks
 
 
-def micro_batches(n):
-    """Each rank adds up its share of 8 micro-batches as a tree; the ranks add up the sums."""
-    c = TRANSPORTS["shm"]()
-    share = 8 // c.world_size
-    x = tree([values(c.rank * share + i, n, torch.float32) for i in range(share)])
-    c.all_reduce(x, mean=True)
-    return x
-
-
-def test_ranks_that_hold_trees_of_their_own():
-    """1, 2, 4 and 8 ranks give the same bits where each holds as many values."""
-    sums = {w: run_ranks(micro_batches, w, 5003) for w in (1, 2, 4, 8)}
-    alone = sums[1][0] / 8
-    for world_size, results in sums.items():
-        assert all(torch.equal(x * (world_size / 8), alone) for x in results)
-    in_turn = sum(values(r, 5003, torch.float32) for r in range(8)) / 8
-    assert not torch.equal(in_turn, alone)  # the order shows in these values
-
-
 X, E = torch.ones(6), torch.empty
 REFUSED = [  # (call, the start of what is said)
     (lambda c: c.all_reduce(X.view(2, 3).T), "all_reduce: expected contiguous tensors on cpu, got"),

@@ -96,8 +96,8 @@ def test_states_are_those_of_real_engines(rows):
             assert max(of_ranks) <= 1.03 * told, settings
 
 
-def of_row(shape, ranks, stage, tp, sp, mode, micro_batch, dtype, steps, **more):
-    """What is trained, and how; tp 2: with sequence_parallel, unless told otherwise."""
+def of_row(shape, ranks, stage, tp, mode, micro_batch, dtype, steps, sp=True, **more):
+    """What is trained, and how; sp: sequence_parallel, where tp is 2."""
     how = {"activation_checkpointing": mode, "micro_batch_size": micro_batch, "dtype": dtype}
     how |= {"zero_stage": stage, "tp": tp, "sequence_parallel": sp, "grad_accum_steps": steps}
     return workload(**SHAPES[shape]), setup(world_size=ranks, **how, **more)
@@ -110,49 +110,6 @@ PAIRS = few(
     product(("balanced", "deep", "wide"), LAYOUTS, MODES, (1, 8), ("fp32", "bf16"), (1, 2)),
     lambda cell: set(combinations(enumerate(cell), 2)),
 )
-# What the runtime can also be asked for. Adafactor's update needs more than backward where
-# activations are few; cp 3 pads 4 heads to 6; where experts are not chosen equally often, the
-# fullest rank of ep needs more.
-ROWS = """\
-special    balanced 2 2 1 none      2 fp32 1 bucket_mb=1.0
-special    wide     2 2 1 none      2 fp32 2 accumulate=full
-special    deep     2 1 1 none      1 fp32 3 accumulate=shard
-special    split    2 0 1 none      4 fp32 1
-special    split    2 3 1 full      4 bf16 2 bucket_mb=1.0
-special    balanced 1 0 1 none      4 bf16 1 moment_dtype=int8
-special    balanced 1 0 1 none      4 bf16 1 master_weights=remainder
-adafactor  wide     1 0 1 none      1 fp32 1
-adafactor  wide     2 0 1 full      1 bf16 1 master_weights=remainder
-adafactor  balanced 2 0 1 full      1 bf16 1 grad_dtype=bf16 reduce_dtype=bf16
-sequences  long     2 0 1 none      1 fp32 1 cp=2 cp_method=heads
-sequences  wide     2 2 1 full      2 bf16 2 cp=2 cp_method=heads
-sequences  long     3 0 1 none      1 fp32 1 cp=3 cp_method=heads
-sequences  wide     2 2 1 full      2 bf16 2 cp=2 cp_method=keys
-sequences  long     4 0 2 none      1 fp32 1 cp=2 cp_method=keys
-experts    experts  2 0 1 none      4 fp32 1 ep=2
-experts    experts  2 1 1 selective 4 bf16 1 ep=2
-experts    experts  4 3 1 selective 4 bf16 1 ep=2
-experts    experts  4 0 2 full      8 fp32 1 ep=2
-experts    mixed    2 0 2 full      8 fp32 1
-experts    experts  4 2 1 full      1 fp32 1 ep=2 optimizer=muon
-four_ranks balanced 4 3 1 none      4 fp32 1 shard_size=2
-four_ranks deep     4 2 2 none      4 fp32 1
-four_ranks wide     4 3 2 selective 4 fp32 1"""
-
-
-def cells_of(kind):
-    """The rows of ROWS of this kind."""
-    for line in ROWS.splitlines():
-        name, shape, ranks, stage, tp, mode, rows, dtype, steps, *more = line.split()
-        given = dict(word.split("=") for word in more)
-        given = {key: int(x) if x.isdigit() else x for key, x in given.items()}
-        if "bucket_mb" in given:
-            given["bucket_mb"] = float(given["bucket_mb"])
-        if name == "adafactor":
-            given["optimizer"] = name
-        if name == kind:
-            numbers = int(ranks), int(stage), int(tp), True, mode, int(rows)
-            yield of_row(shape, *numbers, dtype, int(steps), **given)
 
 
 def of_muon(ranks, stage, tp, layers, shard_size):
@@ -180,15 +137,55 @@ def check(cells, measured=None):
             assert predicted.total == pytest.approx(peak, rel=0.05), (s.in_effect(), str(predicted))
 
 
-NAMES = ("special", "adafactor", "sequences", "experts", "four_ranks")
+# "pairs", and what the runtime can also be asked for. Adafactor's update needs more than backward
+# where activations are few; cp 3 pads 4 heads to 6; where experts are not chosen equally often, the
+# fullest rank of ep needs more.
 KINDS = {
-    "pairs": [of_row(shape, *layout, *rest) for shape, layout, *rest in PAIRS],
-    **{name: list(cells_of(name)) for name in NAMES},
+    "pairs": [
+        of_row(shape, ranks, stage, tp, *rest, sp) for shape, (ranks, stage, tp, sp), *rest in PAIRS
+    ],
+    "special": [
+        of_row("balanced", 2, 2, 1, "none", 2, "fp32", 1, bucket_mb=1.0),
+        of_row("wide", 2, 2, 1, "none", 2, "fp32", 2, accumulate="full"),
+        of_row("deep", 2, 1, 1, "none", 1, "fp32", 3, accumulate="shard"),
+        of_row("split", 2, 0, 1, "none", 4, "fp32", 1),
+        of_row("split", 2, 3, 1, "full", 4, "bf16", 2, bucket_mb=1.0),
+        of_row("balanced", 1, 0, 1, "none", 4, "bf16", 1, moment_dtype="int8"),
+        of_row("balanced", 1, 0, 1, "none", 4, "bf16", 1, master_weights="remainder"),
+    ],
+    "adafactor": [
+        of_row(shape, ranks, 0, 1, mode, 1, dtype, 1, optimizer="adafactor", **more)
+        for shape, ranks, mode, dtype, more in (
+            ("wide", 1, "none", "fp32", {}),
+            ("wide", 2, "full", "bf16", {"master_weights": "remainder"}),
+            ("balanced", 2, "full", "bf16", {"grad_dtype": "bf16", "reduce_dtype": "bf16"}),
+        )
+    ],
+    "sequences": [
+        of_row("long", 2, 0, 1, "none", 1, "fp32", 1, cp=2, cp_method="heads"),
+        of_row("wide", 2, 2, 1, "full", 2, "bf16", 2, cp=2, cp_method="heads"),
+        of_row("long", 3, 0, 1, "none", 1, "fp32", 1, cp=3, cp_method="heads"),
+        of_row("wide", 2, 2, 1, "full", 2, "bf16", 2, cp=2, cp_method="keys"),
+        of_row("long", 4, 0, 2, "none", 1, "fp32", 1, cp=2, cp_method="keys"),
+    ],
+    "experts": [
+        of_row("experts", 2, 0, 1, "none", 4, "fp32", 1, ep=2),
+        of_row("experts", 2, 1, 1, "selective", 4, "bf16", 1, ep=2),
+        of_row("experts", 4, 3, 1, "selective", 4, "bf16", 1, ep=2),
+        of_row("experts", 4, 0, 2, "full", 8, "fp32", 1, ep=2),
+        of_row("mixed", 2, 0, 2, "full", 8, "fp32", 1),
+        of_row("experts", 4, 2, 1, "full", 1, "fp32", 1, ep=2, optimizer="muon"),
+    ],
+    "four_ranks": [
+        of_row("balanced", 4, 3, 1, "none", 4, "fp32", 1, shard_size=2),
+        of_row("deep", 4, 2, 2, "none", 4, "fp32", 1),
+        of_row("wide", 4, 3, 2, "selective", 4, "fp32", 1),
+    ],
     "muon": MUON,
 }
 SOME = [
-    of_row("wide", 2, 3, 1, True, "selective", 1, "fp32", 1),
-    of_row("balanced", 2, 0, 1, True, "full", 1, "fp32", 1, cp=2, cp_method="keys"),
+    of_row("wide", 2, 3, 1, "selective", 1, "fp32", 1),
+    of_row("balanced", 2, 0, 1, "full", 1, "fp32", 1, cp=2, cp_method="keys"),
     KINDS["experts"][0],
 ]
 

@@ -10,19 +10,6 @@ def square(x):
     return x * x
 
 
-def inputs(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(200, generator=generator).to(dtype).requires_grad_()]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_eager_does_passes(dtype):
-    report = assert_matches_oracle(square, square, inputs(dtype))
-    assert list(report) == ["output 0", "gradient of input 0"]
-    assert all(0 < error <= bound for error, bound in report.values())
-    assert_matches_oracle(torch.log, torch.log, [torch.tensor([0.0, 1.0, -1.0])])  # inf and nan
-
-
 class WrongGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -47,8 +34,9 @@ class WrongGradient(torch.autograd.Function):
     ],
 )
 def test_what_is_wrong_fails(fn, message):
+    x = torch.randn(200, requires_grad=True)
     with pytest.raises(AssertionError, match=message):
-        assert_matches_oracle(fn, square, inputs())
+        assert_matches_oracle(fn, square, [x])
 
 
 def test_the_yardstick_can_be_another_function():
