@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import os
 import time
 
 import pytest

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from cells import covering, sweep
-from torch import nn
+from programs import SMALL, Net, fill, loss_of
 
 from fastpar import AdamW, Mesh, Muon, Outer, engine_of, muon_groups, parallelize
 from fastpar.checkpoint.restore import load_checkpoint
@@ -16,34 +16,10 @@ from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 AS_IT_IS = {"lr": 1.0, "momentum": 0.0}
-SMALL = {"bucket_mb": 0.0021, "first_bucket_mb": 0.001}  # a bucket per parameter or two
 
 
-class Net(nn.Module):
-    """A tied embedding, blocks of which one is used twice, a norm."""
-
-    def __init__(self, seed=0):
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)  # the default one is shared by threads
-        self.wte = nn.Embedding(13, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 13, bias=False)
-        self.head.weight = self.wte.weight
-        self.extra = nn.Linear(8, 8)
-        with torch.no_grad():
-            for p in self.parameters():
-                p.uniform_(-0.5, 0.5, generator=generator)
-
-    def forward(self, idx):
-        x = self.wte(idx)
-        for block in (*self.blocks, self.blocks[0]):
-            x = x + block(x).tanh()
-        return self.head(self.norm(x + self.extra(x)))
-
-
-def batch(i):
-    return torch.randint(0, 13, (3, 5), generator=torch.Generator().manual_seed(i))
+def net(seed=5):
+    return fill(Net(), seed)
 
 
 def adamw(model, **options):
@@ -56,9 +32,7 @@ def muon(model, **options):
 
 def train(model, opt, steps, first=0, of=(0, 1)):
     for i in range(first, first + steps):
-        ids = batch(of[0] + i * of[1])
-        logits = model(ids)
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+        loss_of(model, of[0] + i * of[1]).backward()
         opt.step()
         opt.zero_grad()
 
@@ -73,7 +47,7 @@ def run(steps, make=adamw, replicas=1, dtype=None, options=None, apart=True, **o
     the bytes that it sent. Replicas have batches of their own, or the same if not apart."""
     mesh = Mesh(replicas=replicas)
     asked = Parallel.of(**SMALL, **options or {})
-    model = parallelize(Net().to(dtype), mesh, asked, debug=Debug(bus_gb_s=12))
+    model = parallelize(net().to(dtype), mesh, asked, debug=Debug(bus_gb_s=12))
     opt = make(model)
     listening = Outer(opt, **outer) if outer else None
     train(model, opt, steps, of=(mesh.replica, replicas) if apart else (0, 1))
@@ -121,7 +95,7 @@ def test_state_on_the_host(stage, offload):
 
 def diloco(n, steps, every, lr, momentum):
     """The weights of n replicas by the formula, in one process."""
-    models = [Net() for _ in range(n)]
+    models = [net() for _ in range(n)]
     opts = [adamw(m) for m in models]
     at = [p.detach().clone() for p in models[0].parameters()]
     kept = [torch.zeros_like(p) for p in at]
@@ -152,7 +126,7 @@ def test_the_outer_step_is_diloco(n):
 
 def test_lookahead():
     """One replica without momentum or an engine: halfway to where the inner steps went."""
-    model, inner = Net(), Net()
+    model, inner = net(), net()
     opt, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, inner))
     Outer(opt, every=3, lr=0.5, momentum=0.0)
     for first in (0, 3):
@@ -167,7 +141,7 @@ def test_lookahead():
 def test_a_run_goes_on_from_its_state():
 
     def halves(stop):
-        (model, opt), (other, second) = ((m, adamw(m)) for m in (Net(), Net(seed=7)))
+        (model, opt), (other, second) = ((m, adamw(m)) for m in (net(), net(seed=7)))
         Outer(opt, every=3)
         train(model, opt, stop)
         outer = Outer(second, every=3)
@@ -184,7 +158,7 @@ def test_a_run_goes_on_from_its_state():
 def part(folder, replicas, steps, first=0, *, load=False, stage=0, shared=False, **outer):
     """A part of a run, from and into checkpoints: of each replica, or one that all share."""
     mesh = Mesh(replicas=replicas)
-    model = parallelize(Net(), mesh, Parallel.of(zero_stage=stage, **SMALL))
+    model = parallelize(net(), mesh, Parallel.of(zero_stage=stage, **SMALL))
     opt = adamw(model)
     Outer(opt, **outer)
     path = f"{folder}/{0 if shared else mesh.replica}"
@@ -248,7 +222,7 @@ def test_two_models_on_the_same_replicas():
 
     def together():
         mesh = Mesh(replicas=2)
-        models = [parallelize(Net(seed=s), mesh, Parallel.of(**SMALL)) for s in (0, 1)]
+        models = [parallelize(net(seed=s), mesh, Parallel.of(**SMALL)) for s in (5, 6)]
         both = [(model, adamw(model)) for model in models]
         for _, opt in both:
             Outer(opt, every=2)
@@ -264,17 +238,17 @@ def test_two_models_on_the_same_replicas():
 
 
 def two_engines():
-    both = [parallelize(Net(seed=s), Mesh()) for s in (0, 1)]
+    both = [parallelize(net(seed=s), Mesh()) for s in (5, 6)]
     Outer(AdamW([p for model in both for p in model.parameters()]), every=2)
 
 
 def other_settings():
     mesh = Mesh(replicas=2)
-    Outer(adamw(parallelize(Net(), mesh)), every=2 + mesh.replica)
+    Outer(adamw(parallelize(net(), mesh)), every=2 + mesh.replica)
 
 
 def outer(**options):
-    return lambda: Outer(adamw(Net()), **options)
+    return lambda: Outer(adamw(net()), **options)
 
 
 REFUSED = [

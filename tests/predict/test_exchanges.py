@@ -7,18 +7,15 @@ from itertools import combinations, product
 import pytest
 import torch
 from cells import few
-from lone_rank import LoneMesh, heard
+from lone_rank import LoneRun
 
-from fastpar import GPT, AdamW, engine_of, parallelize
+from fastpar import GPT, engine_of
 from fastpar.axes.data import buckets_of
 from fastpar.axes.step import Setup, Workload
-from fastpar.engine.debug import Debug
 from fastpar.models.gpt import use_fp8
-from fastpar.nn.recompute import recompute
 from fastpar.predict.time import comm_ops_of
 from fastpar.settings.mesh import parse_grid
 from fastpar.settings.model import GPTConfig
-from fastpar.settings.parallel import Parallel
 
 DENSE = GPTConfig(n_layer=3, n_head=4, n_embd=64, block_size=32, vocab_size=500, dropout=0.0)
 # Chosen equally often, as the prediction has it.
@@ -65,27 +62,23 @@ def setup_of(layout, stage, mode, steps, accumulate):
 
 def said(layout, stage, mode, steps, accumulate):
     """Of the second step of a real rank, the first of a mesh whose others do not exist."""
-    options, ops, shape = dict(LAYOUTS[layout]), [], shape_of(layout)
+    options, shape = dict(LAYOUTS[layout]), shape_of(layout)
     fp8, world_size = options.pop("fp8", "none"), options.pop("world_size")
     axes = {name: options.pop(name) for name in AXES if name in options}
     axes["tp_grid"] = parse_grid(axes.get("tp_grid"))
     options.update(zero_stage=stage, grad_accum_steps=steps, accumulate=accumulate)
-    with LoneMesh(world_size, 0, **axes) as mesh:
+    idx = torch.arange(rows_of(layout) * shape.block_size).view(-1, shape.block_size)
+    idx = idx % shape.vocab_size
+
+    def build():
         model = GPT(shape)
         use_fp8(model, fp8, scaling="tensor", emulate=True)
-        debug = Debug(collectives=heard(ops))
-        parallelize(model, mesh, Parallel.of(**options), debug=debug)
-        recompute(model, mode)
-        optimizer = AdamW(model.parameters())
-        for _ in range(2):
-            ops.clear()
-            for _ in range(steps):
-                idx = torch.arange(rows_of(layout) * shape.block_size) % shape.vocab_size
-                idx = idx.view(-1, shape.block_size)
-                model(idx, idx).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return ops, engine_of(model), sum(p.numel() for p in model.parameters())
+        return model
+
+    with LoneRun(build, (idx, idx), world_size, 0, axes, mode, **options) as run:
+        run.train(steps)
+        ops = [op for phase in run.train(steps) for op in phase]
+        return ops, engine_of(run.model), sum(p.numel() for p in run.model.parameters())
 
 
 def axis_of(op):

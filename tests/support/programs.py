@@ -91,9 +91,9 @@ class Case(NamedTuple):
         losses.append(loss.detach())
 
 
-def fill(model):
+def fill(model, seed=5):
     """The same values on every rank: torch's default generator is shared by threads."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
             values = torch.empty(p.shape, dtype=torch.float64)

@@ -27,10 +27,7 @@ RULES = [  # the rule that breaks; "": none does
     ("", GOOD, {}),
     ("", MATRIX, {}),
     ("", MATRIX, {**AMPERE, "hmma": 8}),
-    ("", MATRIX, {"dots": ["f32"], "hgmma": 0}),  # exact products
     ("", MATRIX, {"dots": ["f8E5M2"], "e4m3_products": 4}),
-    ("", GOOD, {"tile_loads": 0, "wide_load_bytes": 0}),  # reads a key and writes tiles
-    ("", GOOD, {"tile_stores": 0, "wide_store_bytes": 0}),  # reads tiles and writes a loss
     ("spills", GOOD, {"spill_instructions": 2, "stack_bytes": 8}),
     ("spills", MATRIX, {"stack_bytes": 8}),
     ("shared memory", GOOD, {"shared_bytes": 232448 + 1}),
