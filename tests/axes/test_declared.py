@@ -25,35 +25,6 @@ class Scale(nn.Module):
         self.scale = nn.Parameter(torch.ones(n))
 
 
-class Pair(nn.Module):
-    """States of parameters of its children, by dotted names."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 6, bias=False)
-        self.tp = None
-
-    def tensor_parallel(self, tp):
-        self.tp = tp
-        return {"a.weight": Shard(0), "a.bias": Shard(0), "b.weight": Shard(1)}
-
-
-class Model(nn.Module):
-    tp_states: ClassVar = {"pair.b.weight": Shard(1), "table": Shard(0, pad_to=2)}
-
-    def __init__(self):
-        super().__init__()
-        self.pair, self.norm = Pair(), Scale(6)
-        self.table = nn.Parameter(torch.arange(15.0).view(5, 3))
-        self.same = nn.Linear(3, 2, bias=False)
-        self.same.tp_states = {"weight": Replicate()}
-
-
-def one_rank():
-    """A TensorParallel of a single rank: nothing is said to anybody."""
-    return TensorParallel(TorchCollectives())
-
-
 def test_states_that_contradict_each_other_or_are_of_no_parameter():
     """Tied parameters have the state of either name."""
     two = (
@@ -62,16 +33,16 @@ def test_states_that_contradict_each_other_or_are_of_no_parameter():
     none = r"parallelize: Scale declares a state for '1\.shift', which is not a parameter; correct"
 
     def rank():
-        model = nn.ModuleList([Scale(3), Scale(3)])
+        tp, model = TensorParallel(TorchCollectives()), nn.ModuleList([Scale(3), Scale(3)])
         model[1].scale = model[0].scale
-        assert len(find_states(model, one_rank())) == 1
+        assert len(find_states(model, tp)) == 1
         for states, message in (
             ({"scale": Replicate()}, two),
             ({"scale": Partial(), "shift": Partial()}, none),
         ):
             model[1].tp_states = states
             with pytest.raises(ValueError, match=message):
-                find_states(model, one_rank())
+                find_states(model, tp)
 
     run_ranks(rank, 1)
 
@@ -84,21 +55,19 @@ def gpt(**sizes):
     return GPT(GPTConfig(**default | sizes))
 
 
-def of_same(states):
-    model = Model()
-    model.same.tp_states = states
+def linear(**states):
+    model = nn.Sequential(nn.Linear(3, 2, bias=False))
+    model[0].tp_states = states
     return model
 
 
-UNDECLARED = r"parallelize: parameter '{}' has no declared state with tp=2; name it in tp_plan"
 PLAIN = {"sequence_parallel": False}
 REFUSED = [
-    (lambda: of_same({}), 2, {}, UNDECLARED.format(r"same\.weight") + r", or in its "
-     r"module's tp_states: Shard, Replicate or"),
-    (lambda: of_same({"weight": Shard(1)}), 2, {}, r"parallelize: tp=2 cannot split parameter "
-     r"'same\.weight' of shape \[2, 3\] as Shard\(dim=1, groups=1, pad_to=None\): dimension 1 "
+    (linear, 2, {}, r"parallelize: parameter '0\.weight' has no declared state with tp=2; name it "
+     r"in tp_plan, or in its module's tp_states: Shard, Replicate or"),
+    (lambda: linear(weight=Shard(1)), 2, {}, r"parallelize: tp=2 cannot split parameter "
+     r"'0\.weight' of shape \[2, 3\] as Shard\(dim=1, groups=1, pad_to=None\): dimension 1 "
      r"of size 3 does not divide by 2; choose another tp, or Replicate\(\)"),
-    (lambda: nn.Sequential(nn.Linear(4, 4)), 2, {}, UNDECLARED.format(r"0\.weight")),
     (gpt, 3, PLAIN, r"parallelize: expected tp to divide the MLP's width, \d+, got tp=3; change"),
     (lambda: gpt(n_head=2), 4, {}, r"expected tp <= n_head=2, got tp=4; lower tp"),
     (lambda: gpt(block_size=9), 2, {}, r"tp to divide block_size=9 .*, or add seq"),
