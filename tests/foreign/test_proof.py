@@ -228,7 +228,7 @@ def test_what_does_something_else_is_left(name):
         assert_equal_calls(ours, theirs)
 
 
-@sweep("name", [None, "Noisy", "Drawing"])
+@sweep("name", [None, "Noisy"])
 def test_numbers_that_another_thread_draws_do_not_count(name):
     model = impostor(name)[0] if name else NanoGPT()
     alone = fastpar.patch(copy.deepcopy(model))

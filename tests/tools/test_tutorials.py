@@ -20,7 +20,7 @@ import fastpar
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = Path(fastpar.__file__).parent / "examples" / "tutorials"
-FAST = ("optimizer_alone", "choose_a_layout")
+FAST = ("choose_a_layout",)
 MAKE_GPT2 = """
 from transformers import GPT2Config, GPT2LMHeadModel
 from fastpar.data.tokenizer import make_tokenizer
