@@ -160,6 +160,22 @@ def test_every_operation(kind, backend, ranks, cells):
     assert found == [[]] * ranks
 
 
+def test_ranks_that_hold_trees_of_their_own():
+    """1, 2, 4 and 8 ranks give the same bits where each holds as many values."""
+
+    def rank():
+        c = TRANSPORTS["shm"]()
+        share = 8 // c.world_size
+        x = tree([values(c.rank * share + i, 5003, torch.float32) for i in range(share)])
+        c.all_reduce(x)
+        return x
+
+    sums = [x for world_size in (1, 2, 4, 8) for x in run_ranks(rank, world_size)]
+    assert all(torch.equal(x, sums[0]) for x in sums)
+    in_turn = sum(values(r, 5003, torch.float32) for r in range(8))
+    assert not torch.equal(in_turn, sums[0])  # the order shows in these values
+
+
 X, E = torch.ones(6), torch.empty
 REFUSED = [  # (call, the start of what is said)
     (lambda c: c.all_reduce(X.view(2, 3).T), "all_reduce: expected contiguous tensors on cpu, got"),

@@ -270,7 +270,8 @@ def evaluate(model, step):
 
 @pytest.mark.filterwarnings("error:fastpar.patch")  # no call falls back
 @pytest.mark.parametrize("name", SHARDED)
-def test_a_patched_model_has_the_bits_of_one_process_at_every_stage(name):
+def test_a_patched_model_stays_fused_at_every_stage(name):
+    """With the bits of one process."""
     case = Case(functools.partial(patched, name), loss_of, between=evaluate)
     for stage in STAGES:
         check(case, 2, stage)
