@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import types
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -47,12 +48,21 @@ def refused(source, words, kind=ValueError, **options):
         sources.open_source(str(source), **options)
 
 
-def write_shard(file, ids, *, magic=20240520, version=1, count=None):
-    dtype = "<u2" if magic == 20240520 else "<u4"
+def write(folder, files):
+    """Files by name; None: a folder."""
+    for name, content in files.items():
+        path = folder / name
+        (path if content is None else path.parent).mkdir(exist_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+
+
+def shard(ids, *, magic=20240520, version=1, count=None):
+    """A .bin file of llm.c."""
     header = np.zeros(256, dtype="<i4")
     header[:3] = magic, version, len(ids) if count is None else count
-    file.write_bytes(header.tobytes() + np.asarray(ids, dtype=dtype).tobytes())
-    return file
+    dtype = "<u2" if magic == 20240520 else "<u4"
+    return header.tobytes() + np.asarray(ids, dtype=dtype).tobytes()
 
 
 def test_texts_that_come_with_it(monkeypatch, tmp_path):
@@ -82,20 +92,14 @@ def test_texts_that_come_with_it(monkeypatch, tmp_path):
 
 
 def test_files_and_folders_of_text(tmp_path):
-    (tmp_path / "b.txt").write_text("two", encoding="utf-8")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "z.md").write_bytes(b"\xef\xbb\xbfone \xc3\xa9")
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / "config").write_text("hidden")
-    (tmp_path / ".hidden").write_text("hidden")
+    texts = {"b.txt": b"two", "a/z.md": b"\xef\xbb\xbfone \xc3\xa9", "empty.txt": b""}
+    write(tmp_path, {**texts, ".git/config": b"hidden", ".hidden": b"hidden"})
     assert texts_of(tmp_path / "b.txt") == ["two"]
     assert texts_of(tmp_path) == ["one \u00e9", "two"]
     assert texts_of(tmp_path / "*.txt") == ["two"]
     assert texts_of(tmp_path / "**" / "*.md") == ["one \u00e9"]
-    (tmp_path / "image.png").write_bytes(b"\x89PNG")
-    (tmp_path / "zero.txt").write_bytes(b"ab\0")
-    (tmp_path / "cut.txt").write_bytes("caf\u00e9".encode()[:-1])
+    no_texts = {"image.png": b"\x89PNG", "zero.txt": b"ab\0", "cut.txt": b"caf\xc3"}
+    write(tmp_path, no_texts)
     assert texts_of(tmp_path) == ["one \u00e9", "two"]
     (note,) = text_source(tmp_path).notes
     assert "skipped 3 files that are not text" in note
@@ -103,35 +107,6 @@ def test_files_and_folders_of_text(tmp_path):
     stories = tmp_path / "stories.txt"  # of several documents
     stories.write_bytes(b"one\n<|endoftext|>\n\n<|endoftext|>\r\n  two<|endoftext|>three\n")
     assert texts_of(stories) == ["one\n", "  two", "three\n"]
-
-
-@sweep(
-    ("content", "why"),
-    [
-        (b"caf\xe9 au lait", r"byte 0xe9 at 3"),
-        (b"a" * (1 << 20) + b"\xff", r"byte 0xff at 1048576"),
-        (b"a" * ((1 << 20) - 1) + b"\xe2\x82!", r"byte 0xe2 at 1048575"),
-        (b"cut \xe2\x82", r"byte 0xe2 at 4"),
-        (b"ab\0", r"a zero byte at 2"),
-    ],
-)
-def test_a_file_that_is_not_utf8(content, why, tmp_path):
-    (tmp_path / "latin.txt").write_bytes(content)
-    words = rf"expected UTF-8 text, got file=.* with {why}; convert"
-    refused(tmp_path / "latin.txt", words)
-
-
-def test_missing_and_empty_paths(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures" / "a.png").write_bytes(b"\xff")
-    for missing in ("nothing.txt", "empty/none", "no/text.txt", "no/such/path", "no*.txt", ""):
-        refused(missing, rf"path, got source={re.escape(missing)} in {tmp_path};")
-    for empty in ("empty", "empty.txt"):
-        refused(empty, rf"expected text, got source={empty} without any; use")
-    refused("pictures", r"without any \(1 files are not UTF-8 text\)")
 
 
 def test_containers_are_refused_by_name(tmp_path):
@@ -222,19 +197,13 @@ def test_records_are_read_by_their_field(tmp_path):
 
 
 def test_nanogpt_folder(tmp_path):
-    ids = {"train": np.arange(100, dtype="<u2"), "val": np.arange(7, dtype="<u2")}
-    for part, of_part in ids.items():
-        of_part.tofile(tmp_path / f"{part}.bin")
+    for part, n in (("train", 100), ("val", 7)):
+        np.arange(n, dtype="<u2").tofile(tmp_path / f"{part}.bin")
     opened = tokens_of(tmp_path)
-    assert opened.train[:].tolist() == ids["train"].tolist()
-    assert opened.val[:].tolist() == ids["val"].tolist()
+    assert opened.train[:].tolist() == list(range(100))
+    assert opened.val[:].tolist() == list(range(7))
     assert (opened.tokenizer, opened.notes) == ("gpt2", [])
     assert tokens_of(tmp_path / "train.bin").val is None
-    for part, of_part in ids.items():
-        for content in (b"", b"abc"):
-            (tmp_path / f"{part}.bin").write_bytes(content)
-            refused(tmp_path, rf"expected 16-bit .*{part}.bin with size={len(content)} byte")
-        of_part.tofile(tmp_path / f"{part}.bin")
 
 
 def test_bare_ids_of_other_widths(tmp_path):
@@ -261,22 +230,18 @@ def test_bare_ids_of_other_widths(tmp_path):
 
 
 def test_llmc_shards(tmp_path):
-    write_shard(tmp_path / "fineweb_train_000002.bin", [3, 4, 5])
-    write_shard(tmp_path / "fineweb_train_000001.bin", [0, 1, 50256])
-    write_shard(tmp_path / "fineweb_val_000000.bin", [7, 8])
+    parts = {"train_000002": [3, 4, 5], "train_000001": [0, 1, 50256], "val_000000": [7, 8]}
+    write(tmp_path, {f"fineweb_{name}.bin": shard(ids) for name, ids in parts.items()})
     for source in (tmp_path, tmp_path / "*.bin", tmp_path / "fineweb_train_*.bin"):
         opened = tokens_of(source)
         assert opened.train[0:6].tolist() == [0, 1, 50256, 3, 4, 5]
         assert opened.tokenizer == "gpt2"
         val = None if opened.val is None else opened.val[0:2].tolist()
         assert val == (None if "train" in source.name else [7, 8])
-    (tmp_path / "llama").mkdir()  # Llama's have 32 bits
-    write_shard(tmp_path / "llama" / "x_train.bin", [1, 100_000], magic=20240801, version=7)
+    write(tmp_path, {"llama/x_train.bin": LLAMA})
     opened = tokens_of(tmp_path / "llama" / "x_train.bin")
     assert opened.train[:].tolist() == [1, 100_000]
     assert (opened.train.dtype, opened.tokenizer) == (np.dtype("<u4"), "ids")
-    write_shard(tmp_path / "llama" / "y_train.bin", [1])
-    refused(tmp_path / "llama", r"\.bin files of one kind, got source=.* with 16-bit and")
 
 
 @given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any), data=st.data())
@@ -294,36 +259,59 @@ def test_shards_read_as_one_array(sizes, data):
     assert all(np.shares_memory(view, whole) for view in part.parts if len(view))
 
 
-@sweep(
-    ("options", "drop", "message"),
-    [
-        ({"count": 11}, 0, r"expected 1046 bytes for the 11 tokens .* with size=1044"),
-        ({"count": 9}, 0, r"expected 1042 bytes for the 9 tokens .* with size=1044"),
-        ({"count": 0}, 20, r"expected 1024 bytes for the 0 tokens"),
-        ({"count": -512}, 20, r"the -512 tokens of its header"),
-        ({}, 1036, r"expected a header of 1024 bytes, got file=.* with size=8"),
-        ({}, 1, r"expected 1044 bytes for the 10 tokens .* with size=1043"),
-        ({}, 40, r"expected a header of 1024 bytes, got file=.* with size=1004"),
-        ({"version": 7}, 0, r"expected version 1 of magic 20240520 .* got version=7 in file="),
-        (b"", 0, r"magic number 20240520 or 20240801, got magic=nothing in file="),
-        (b"abcdefgh", 0, r"got magic=1684234849 in file="),
-        (np.arange(600, dtype="<u2").tobytes(), 0, r"got magic=65536 in file="),
-    ],
-)
-def test_shard_that_does_not_keep_its_promise(options, drop, message, tmp_path):
-    file, content = tmp_path / "a_train.bin", options
-    if isinstance(options, dict):
-        content = write_shard(file, range(10), **options).read_bytes()
-    file.write_bytes(content[: len(content) - drop])
-    refused(file, message)
+LLAMA = shard([1, 100_000], magic=20240801, version=7)  # of 32 bits
+LONG = 1 << 20  # of the blocks in which a text is checked
+TEN = shard(range(10))
+REFUSED = [  # files, the source, words
+    *(
+        ({"a.txt": content}, "a.txt", rf"expected UTF-8 text, got file=.* with {why}; convert")
+        for content, why in (
+            (b"caf\xe9 au lait", "byte 0xe9 at 3"),
+            (b"a" * LONG + b"\xff", f"byte 0xff at {LONG}"),
+            (b"a" * (LONG - 1) + b"\xe2\x82!", f"byte 0xe2 at {LONG - 1}"),
+            (b"cut \xe2\x82", "byte 0xe2 at 4"),
+            (b"ab\0", "a zero byte at 2"),
+        )
+    ),
+    *(
+        ({"empty": None}, name, rf"path, got source={re.escape(name)} in /.*;")
+        for name in ("nothing.txt", "empty/none", "no/text.txt", "no/such/path", "no*.txt", "")
+    ),
+    ({"empty": None}, "empty", "expected text, got source=empty without any; use"),
+    ({"empty.txt": b""}, "empty.txt", "expected text, got source=empty.txt without any; use"),
+    ({"pictures/a.png": b"\xff"}, "pictures", r"without any \(1 files are not UTF-8 text\)"),
+    *(
+        ({"train.bin": b"abcd", f"{part}.bin": b"abc"[:n]}, ".", f"16-bit .*{part}.bin .*size={n} ")
+        for part in ("train", "val")
+        for n in (0, 3)
+    ),
+    *(
+        ({"a_train.bin": content}, "a_train.bin", words)
+        for content, words in (
+            (shard(range(10), count=11), r"expected 1046 bytes for the 11 tokens .* size=1044"),
+            (shard(range(10), count=9), r"expected 1042 bytes for the 9 tokens .* with size=1044"),
+            (shard([]), r"expected 1024 bytes for the 0 tokens"),
+            (shard([], count=-512), r"the -512 tokens of its header"),
+            (TEN[:8], r"expected a header of 1024 bytes, got file=.* with size=8"),
+            (TEN[:1004], r"expected a header of 1024 bytes, got file=.* with size=1004"),
+            (TEN[:1043], r"expected 1044 bytes for the 10 tokens .* with size=1043"),
+            (shard([], version=7), r"version 1 of magic 20240520 .* got version=7 in file="),
+            (b"", r"magic number 20240520 or 20240801, got magic=nothing in file="),
+            (b"abcdefgh", r"got magic=1684234849 in file="),
+            (np.arange(600, dtype="<u2").tobytes(), r"got magic=65536 in file="),
+        )
+    ),
+    ({"x_train.bin": LLAMA, "y_train.bin": TEN}, ".", r"\.bin files of one kind, .* 16-bit and"),
+    ({"a_train.bin": TEN, "a.txt": b"text"}, "a*", "only text files or only .bin .* file=.*txt"),
+    ({"a_val.bin": TEN}, ".", r"a .bin file for training, got source=.* only a_val.bin"),
+]  # fmt: skip
 
 
-def test_files_that_do_not_go_together(tmp_path):
-    write_shard(tmp_path / "a_train.bin", [1])
-    (tmp_path / "a.txt").write_text("text")
-    refused(tmp_path / "a*", r"only text files or only .bin files, got 1 .* file=.*txt")
-    (tmp_path / "a_train.bin").rename(tmp_path / "a_val.bin")
-    refused(tmp_path, r"a .bin file for training, got source=.* only a_val.bin")
+@sweep(("files", "source", "words"), REFUSED)
+def test_sources_that_are_refused(files, source, words, tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(tmp_path_factory.mktemp("source"))
+    write(Path(), files)
+    refused(source, words)
 
 
 def rows_of(*texts):

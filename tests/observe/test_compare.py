@@ -1,12 +1,10 @@
-"""`fastpar compare`: constructed runs, their statistics, what counts as rounding, the table, claims
-and pictures; what the command decides and refuses, one rank of a run, real comparisons."""
+"""`fastpar compare`: statistics of constructed runs, what counts as rounding, the report; what the
+command decides and refuses, one rank of a run, real comparisons."""
 
-import itertools
 import json
 import sys
 from collections import Counter
 from dataclasses import asdict
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from fastpar.comm.ranks import RankFailed
 from fastpar.data.batches import load_data, sample_batch
 from fastpar.models.gpt import GPT
 from fastpar.observe import compare, results
-from fastpar.observe.pictures import PICTURES, draw_all, look
+from fastpar.observe.pictures import PICTURES, look
 from fastpar.observe.report import head, markdown, rows, summary
 from fastpar.observe.results import (
     FACTOR,
@@ -100,17 +98,7 @@ def read(path):
     return Comparison(runs=runs, **content)
 
 
-NAMES = ["single", "ddp", "fsdp2", "dp", "zero3"]
 FAILED = Run("hsdp", 1, 2, 1, 4, 1, error="rank 0: <b>RuntimeError</b>: no | room")
-
-
-def some(*others, **more):
-    """Two repeats of five strategies, each a little slower and in need of less memory."""
-    runs = [
-        make_run(name, n + 1, step_s=0.1 + 0.01 * (n + at), memory=(60 - at) * 1e6, nudge=1e-6 * at)
-        for n, (at, name) in itertools.product(range(2), enumerate(NAMES))
-    ]
-    return make_comparison(*runs, *others, other_order(1e-6), **more)
 
 
 def test_numbers_are_medians_with_their_range_and_untimed_steps_do_not_count():
@@ -153,7 +141,6 @@ def test_losses_apart_by_more_than_rounding_are_found_and_said(nudge, beyond):
     assert verdict.yardstick == pytest.approx(1e-5)
     text = "\n".join(summary(make_comparison(*runs)))
     assert ("MORE THAN ROUNDING, from step 1 on, where" in text) == (beyond is not None)
-    assert ("In every step this is within rounding" in text) == (beyond is None)
 
 
 def test_the_largest_difference_is_between_two_strategies():
@@ -182,78 +169,60 @@ def test_the_file_keeps_everything(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == [RESULTS]
 
 
-def test_a_row_is_what_the_runs_say_and_markdown_is_a_table_and_words():
-    skipped = {"deepspeed1": "deepspeed is not installed"}
-    found = some(FAILED, skipped=skipped, complete=False)
-    cells = {row[0]: row for row in rows(found)}
-    assert cells["dp"][1:3] == ["2", "3,798 (3,657-3,938)"]  # 512 tokens in 0.13 and 0.14 s
-    assert cells["dp"][5:7] == ["57", "0.97"]  # MB, and beside those of ddp
-    assert cells["fsdp2"][8] == "not known"
-    assert cells["deepspeed1"] == ["deepspeed1", "skipped: deepspeed is not installed"]
-    assert cells["hsdp"][1].startswith("failed: rank 0")
-    text = markdown(found)
-    table = [line for line in text.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in table} == {len(head(found)) + 1}, "no cell breaks the table"
-    assert len(table) == 2 + len(NAMES) + 2
-    assert all(f"- {line}\n" in text for line in summary(found))
-    assert "The comparison was stopped before all runs were done." in text
-
-
-def test_the_fastest_stands_first_and_ratios_name_their_baseline():
-    runs = [make_run("dp", step_s=0.1), make_run("zero1", step_s=0.05), make_run("ddp", step_s=0.2)]
-    found = make_comparison(*runs, strategies=["hsdp", "dp", "zero1", "ddp"])
+def test_the_table_has_a_row_for_each_strategy_and_the_fastest_stands_first():
+    runs = [*repeats("dp", 0.13, 0.14), make_run("zero1", step_s=0.05), make_run("ddp", step_s=0.2)]
+    names, skipped = ["tp", "dp", "zero1", "ddp", "hsdp"], {"deepspeed1": "is not installed"}
+    found = make_comparison(*runs, FAILED, skipped=skipped, strategies=names, complete=False)
     cells = rows(found)
-    assert [row[0] for row in cells] == ["zero1", "dp", "ddp", "hsdp"]
-    assert cells[3] == ["hsdp", "stopped before its first run"]
-    assert [row[3] for row in cells[:3]] == ["4.00", "2.00", "1.00"]
-    assert {"speed, ddp = 1", "memory, ddp = 1"} <= set(head(found))
-    found.runs.pop()
+    assert [row[0] for row in cells] == ["zero1", "dp", "ddp", "tp", "hsdp", "deepspeed1"]
+    assert [row[3] for row in cells[:3]] == ["4.00", "1.48", "1.00"]
+    assert cells[1][1:3] == ["2", "3,798 (3,657-3,938)"]  # 512 tokens in 0.13 and 0.14 s
+    assert [row[1].partition(":")[0] for row in cells[3:]] == [
+        *("stopped before its first run", "failed", "skipped"),
+    ]
+    table = [line for line in markdown(found).splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in table} == {len(head(found)) + 1}, "no cell breaks the table"
+    assert "speed, ddp = 1" in head(found)
+    found.runs = found.runs[:2]
     assert "speed, dp = 1" in head(found), "the first that was asked for and ran"
-    found.runs.append(make_run("single", step_s=0.4))
-    assert "speed, single = 1" in head(found)
 
 
 CLAIMS = [
     # A clear margin, no difference beyond the spread, and one run each, which proves no order.
     ([*repeats("dp", 0.1, 0.101, 0.102), *repeats("ddp", 0.2, 0.201, 0.19)],
-     ("Fastest: dp, 5,069 tokens/s (5,020 to 5,120 in 3 repeats); next is ddp with 2,560, 49.5 %",),
-     ()),
-    ([*repeats("dp", 0.1, 0.11, 0.12), *repeats("ddp", 0.105, 0.115, 0.125),
-      *repeats("zero1", 0.12, 0.13, 0.14), *repeats("zero3", 0.2, 0.2, 0.2)],
-     ("Fastest: the repeats of dp, ddp and zero1 overlap, so no difference is proved.",), ()),
+     "Fastest: dp, 5,069 tokens/s (5,020 to 5,120 in 3 repeats); next is ddp with 2,560, 49.5 %"),
+    ([*repeats("dp", 0.1, 0.11, 0.12), *repeats("ddp", 0.105, 0.115, 0.125)],
+     "Fastest: the repeats of dp and ddp overlap, so no difference is proved."),
     ([make_run("dp"), make_run("ddp", step_s=0.2)],
-     ("Fastest in one run each, which proves no order: dp, 5,120",), ("Fastest: dp",)),
-    ([make_run("single", step_s=0.15), make_run("dp"), make_run("zero1", step_s=0.2)],
-     ("With 2 ranks dp trains 1.50 times as fast as single, which is one rank",), ()),
+     "Fastest in one run each, which proves no order: dp, 5,120"),
     ([make_run("single"), make_run("dp", nudge=1.0)],
-     ("Whether that is rounding is not known: single ran in one order",), ("within rounding",)),
+     "Whether that is rounding is not known: single ran in one order"),
     # 20 steps each; the dense one is twice as fast, and done when the other has done ten. Means of
     # the last two of 20 steps: 4 - 0.1 * 18.5, 4 - 0.12 * 18.5; after ten 4 - 0.12 * 8.5.
     ([make_run("dp", step_s=0.1, losses=[4.0 - 0.1 * i for i in range(20)]),
       make_run("experts", step_s=0.2, losses=[4.0 - 0.12 * i for i in range(20)])],
-     ("At equal tokens the loss of experts is 1.7800 against 2.1500, 0.3700 lower (m",
-      "after 10 steps of experts and 20 of dp, it is 2.9800 against 2.1500, 0.8300 hi"),
-     ("difference of loss between two strategies",)),  # they are different models
+     "after 10 steps of experts and 20 of dp, it is 2.9800 against 2.1500, 0.8300 hi"),
 ]  # fmt: skip
 
 
-@sweep(("runs", "said", "unsaid"), CLAIMS)
-def test_claims(runs, said, unsaid):
+@sweep(("runs", "said"), CLAIMS)
+def test_claims(runs, said):
     text = "\n".join(summary(make_comparison(*runs)))
-    assert all(words in text for words in said), text
-    assert not any(words in text for words in unsaid), text
+    assert said in text
 
 
-def test_all_pictures_are_made(tmp_path, monkeypatch):
+def test_pictures_of_a_report_are_optional(tmp_path, monkeypatch, capfd):
     pytest.importorskip("matplotlib", reason="needs matplotlib")
-    draw_all(some(), tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == set(PICTURES)
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
+    found = make_comparison(make_run("single"), make_run("dp"), FAILED, other_order(1e-6))
+    compare.write_report(found, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"table.md", *PICTURES}
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in PICTURES)
     looks = [(s["color"], s["marker"], s["linestyle"]) for s in map(look, STRATEGIES)]
     assert len(set(looks)) == len(STRATEGIES), "no two strategies look alike"
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"draw_all: expected the package matplotlib, got "):
-        draw_all(some(), tmp_path)
+    compare.write_report(found, tmp_path)
+    words = "no pictures: draw_all: expected the package matplotlib, got "
+    assert words in capfd.readouterr().out
 
 
 SHAPE = asdict(GPTConfig(1, 2, 32, 16, 256, dropout=0.0))
@@ -302,17 +271,14 @@ def test_settings_that_make_no_sense_are_refused(tmp_path, monkeypatch):
     """And what cannot run, before the text is read."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
-    compare.check(compare.CompareCommand(out="new"))
-    compare.check(compare.CompareCommand(out="full"))
+    for out in ("new", "full"):
+        compare.check(compare.CompareCommand(out=out))
     (tmp_path / "full" / "file").touch()
     for settings, message in REFUSED:
         with pytest.raises(ValueError, match=message):
             compare.check(command_of(**settings))
     for more, message in (
-        (
-            {"shape": ModelSize(model="x")},
-            r"GPTConfig\.preset: expected one of gpt2, .* got name=x",
-        ),
+        ({"shape": ModelSize(model="x")}, r"GPTConfig\.preset: .* of gpt2, .* got name=x"),
         ({"strategies": "tp", "nproc": 1}, "can run here, got none: tp needs 2 ranks, got 1;"),
         ({"device": "cuda"}, "compare: expected a GPU for device=cuda, got none t"),
     ):
@@ -323,7 +289,6 @@ def test_settings_that_make_no_sense_are_refused(tmp_path, monkeypatch):
 
 def test_names_come_once_in_the_order_given_and_like_stands_beside_like():
     assert compare.chosen(compare.CompareCommand(strategies="tp, dp,tp,")) == ["tp", "dp"]
-    assert compare.chosen(compare.CompareCommand()) == list(compare.DEFAULT)
     for theirs, ours in (("ddp", "dp"), ("fsdp2-no-reshard", "zero2"), ("fsdp2", "zero3")):
         assert compare.DEFAULT.index(ours) == compare.DEFAULT.index(theirs) + 1
 
@@ -332,7 +297,6 @@ def test_what_cannot_run_is_skipped_with_its_reason():
     one_head = {"n_head": 1, "block_size": 63}
     for name, command, sizes, gpus, why in (
         ("tp-zero1", {}, {}, None, "needs 4 ranks, got 2"),
-        ("tp-zero1", {"nproc": 4}, {}, None, None),
         ("tp", {}, one_head, None, "needs 2 heads or more, got 1"),
         ("tp", {}, {"block_size": 63}, None, "needs a context that is a multiple of 2, got 63"),
         ("pp", {"nproc": 4}, {"n_layer": 3}, None, "needs 4 layers or more, got 3"),
@@ -372,10 +336,6 @@ def test_lengths_of_runs(text):
     windows = (len(schedule.data.train) - 16) // 16
     assert schedule.comparison.settings["epoch_steps"] == windows // 4
     assert schedule_of(text, epoch_steps=2).comparison.settings["untimed_steps"] == 1
-    schedule = schedule_of(text, strategies="single,dp,tp-zero1", epoch_steps=7, repeats=2)
-    said = "\n".join(schedule.lines(schedule.runs()))
-    assert "skipped  tp-zero1: needs 4 ranks, got 2" in said
-    assert "6 runs of 21 steps, 2 of them single with sums in another" in said
 
 
 def spec_of(data, micro_batch_size=2, grad_accum_steps=2, run=None, **more):
@@ -428,8 +388,7 @@ def test_hyper_parameters_are_those_of_train():
     assert theirs.max_grad_norm == 1.0
     assert AdamW([torch.nn.Parameter(torch.zeros(2))]).param_groups[0]["eps"] == compare.EPS
     # Short runs warm up for longer than a tenth.
-    steps = (1, 2, 5, 24, 60, 240, 50_000)
-    assert [compare.warmup_steps(n) for n in steps] == [0, 1, 2, 12, 20, 24, 1000]
+    assert [compare.warmup_steps(n) for n in (1, 5, 60, 50_000)] == [0, 2, 20, 1000]
 
 
 def test_what_the_ranks_measured_is_merged():
@@ -524,7 +483,7 @@ def test_what_ends_a_comparison_early(
         run.rss_bytes, run.wire_bytes, run.exposed_ms, run.seconds = [10**7] * 2, 1, None, 1.0
 
     monkeypatch.setattr(compare, "measure", measure)
-    monkeypatch.setattr(compare, "draw_all", lambda comparison, folder: None)  # tested by itself
+    monkeypatch.setattr(compare, "draw_all", lambda comparison, folder: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/compare").mkdir(parents=True)
     assert cli.main([*arguments[:-2], "--strategies", names]) == status
@@ -537,15 +496,3 @@ def test_what_ends_a_comparison_early(
         assert said in (out / "table.md").read_text()
     else:  # no pictures of nothing
         assert [path.name for path in out.iterdir()] == [RESULTS]
-
-
-def test_a_report_is_made_again_from_its_results(tmp_path, monkeypatch, capfd):
-    """Also without pictures."""
-    found = make_comparison(make_run("dp"), epochs=1, epoch_steps=10)
-    found.save(tmp_path / RESULTS)
-    draw = mock.Mock(side_effect=ImportError("draw_all: expected matplotlib, got none"))
-    monkeypatch.setattr(compare, "draw_all", draw)
-    compare.write_report(read(tmp_path / RESULTS), tmp_path)
-    draw.assert_called_once_with(found, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {RESULTS, "table.md"}
-    assert "no pictures: draw_all: expected matplotlib" in capfd.readouterr().out

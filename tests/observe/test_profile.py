@@ -115,7 +115,7 @@ def test_two_ranks_tell_of_their_exchanges(here):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_stages_are_lanes_and_the_bubble_is_a_number(here, capfd, schedule):
+def test_the_bubble_of_stages_is_a_number(here, schedule):
     flags = f"--steps 2 --out p --nproc 2 --pp 2 --schedule {schedule} --micro-batch-size 1"
     assert run(flags) == 0
     found = content()
@@ -123,10 +123,7 @@ def test_stages_are_lanes_and_the_bubble_is_a_number(here, capfd, schedule):
     assert len(waits) == 2
     assert all(0 < wait < 1 for wait in waits)
     assert found["bubble"] == pytest.approx(sum(waits) / 2)
-    assert found["phases"][1]["name"] == FORWARD
     assert all(phase["ms"] > 0 for phase in found["phases"])
-    assert "Bubble: stages wait for messages of other stages " in capfd.readouterr().out
-    assert Path("p/timeline.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize(
@@ -134,7 +131,6 @@ def test_stages_are_lanes_and_the_bubble_is_a_number(here, capfd, schedule):
     [
         ("--steps 0", 2, "profile: expected steps >= 1, got steps=0; set --steps"),
         ("--resume --steps 1", 2, "profile: expected a new run, got resume=True; drop --resume"),
-        ("--out taken", 2, "profile: expected a new or empty folder, got out=taken; choose"),
         ("--nproc 2 --out taken", 2, "profile: expected a new or empty folder, got out=taken"),
         ("--batch-size 3 --micro-batch-size 2", 2, "train: expected batch_size = dp"),
         ("--steps 1", 1, "fastpar profile: expected matplotlib, got no such package; pip install"),
@@ -179,7 +175,17 @@ def parts_of(**phases):
 
 
 def test_phases_are_fitted_to_steps_without_the_profiler():
-    """On a CPU to the median step's spans, on a GPU to its length."""
+    """One phase; all of them on a CPU to the median step's spans, on a GPU to its length."""
+    for ms, waited, expected in (
+        (24.0, 4.0, (10.0, 6.0, 4.0, 4.0)),  # the host gives way first
+        (12.0, 4.0, (5.0, 3.0, 4.0, 0.0)),  # then operations
+        (64.0, 4.0, (20.0, 12.0, 4.0, 28.0)),  # another program: all grow alike
+        (3.0, 5.0, (0.0, 0.0, 3.0, 0.0)),
+    ):
+        found = fitted(Phase(FORWARD, 10.0, 6.0, 9.0, 14.0, flops=1.0), ms, waited)
+        assert tuple(found)[1:5] == pytest.approx(expected)
+        assert (found.ms, found.flops) == pytest.approx((ms, 1.0))
+    assert fitted(Phase(INPUT), 2.0, 0.5) == Phase(INPUT, communication_ms=0.5, host_ms=1.5)
     edges = [0.0, 10.0, 30.0, 41.0]
     spans = [Span(COMPUTE, FORWARD, *edge) for edge in pairwise(edges)]
     spans += [Span(WAIT, GATHER, *edge) for edge in ((1.0, 3.0), (11.0, 12.0), (31.0, 36.0))]
@@ -239,11 +245,6 @@ def test_rates_of_a_report_are_of_what_a_step_needs():
     report = Report(**vars(measured()), ops=list(rates), work=work, profiled_step_ms=150.0,
                     steps_ms=[100.0, 104.0], about={"run": "a run"})  # fmt: skip
     assert {op: report.rate_of(op) for op in rates} == rates
-    assert len(report.lines()) > 1 + len(rates)
-    found = json.loads(json.dumps(report.as_json()))
-    assert (found["run"], found["bound"]) == ("a run", "compute")
-    assert [p["of_matmul"] for p in found["phases"][:2]] == [None, pytest.approx(0.8)]
-    assert found["ops"][1]["rate"] == "3 GB/s"
 
 
 def event(name, cat, ts, dur, tid=1, **args):
@@ -356,13 +357,13 @@ def test_kinds_and_flops_of_operations():
         for name in of:
             assert kind_of(*((name, "") if isinstance(name, str) else name)) == kind, name
     for name, shape, flops in (
+        ("linear", (), None),
         ("linear", ((2, 3, 5), (7, 5)), 2 * 6 * 5 * 7),
         ("linear_bwd", ((2, 3, 7), (2, 3, 5), (7, 5)), 4 * 6 * 5 * 7),
         ("aten::mm", ((3, 5), (5, 7)), 2 * 3 * 5 * 7),
         ("aten::bmm", ((2, 3, 5), (2, 5, 7)), 2 * 2 * 3 * 5 * 7),
         ("aten::addmm", ((7,), (3, 5), (5, 7)), 2 * 3 * 5 * 7),
         ("aten::mul", ((3,), (3,)), None),
-        ("linear", (), None),
     ):
         assert product_flops(OpTime(name, FORWARD, COMPUTE, shape, 1, 1.0)) == flops, name
     with pytest.raises(ValueError, match="times_of: expected ranges of phases in the trace, got n"):
@@ -391,7 +392,7 @@ def measured(phases=GOOD, batch_size=16, **known):
 
 def test_a_good_step_is_compute_bound_and_nothing_is_to_change():
     found = measured()
-    assert found.bound == COMPUTE
+    assert (found.bound, [p.bound for p in GOOD]) == (COMPUTE, [INPUT, COMPUTE, COMPUTE, MEMORY])
     shares = {COMPUTE: 0.75, MEMORY: 0.18, COMMUNICATION: 0.02, HOST: 0.04, INPUT: 0.01}
     assert found.shares == pytest.approx(shares)
     assert advise(found) == ["No rule applies: compute-bound, products at 80 % of the ceiling."]
@@ -399,21 +400,14 @@ def test_a_good_step_is_compute_bound_and_nothing_is_to_change():
         assert advise(other)[0].startswith("No rule applies")
     no_module = advise(exposed(REDUCE, transport="gloo", forced_backend="none"))
     assert not any("gloo" in line for line in no_module)  # no shared memory without it
-    assert "compute-bound: 75 % of 100.0 ms" in verdict(found)[0]
     sent = measured(world_size=2, transport="shm", moving_ms=8.0, sent_bytes=16e6)
     assert "8.0 ms (2 GB/s sent a rank over shm), 75 %" in verdict(sent)[-1]
-    # Each phase has its own bound.
-    assert [p.bound for p in GOOD] == [INPUT, COMPUTE, COMPUTE, MEMORY]
     line = " ".join(table(found)[2].split())
     assert line == "forward 30.00 30 % 83 % 13 % 0 % 3 % 80 % 50 % compute"
     # What is not known has no fraction.
     found = measured((Phase(FORWARD, host_ms=5.0),))
     assert found.of_matmul(found.phases) is found.of_copy(found.phases) is None
     assert (found.bound, len(verdict(found))) == (HOST, 1)
-    # The parts of Muon's update.
-    phases = (Phase(FORWARD, compute_ms=60.0), Phase(OPTIMIZER, 30.0, 4.0, 5.0, 1.0))
-    numbers = re.findall(r"\d+\.\d", verdict(measured(phases, optimizer="muon"))[-1])
-    assert numbers == ["40.0", "30.0", "4.0", "5.0", "1.0"]
 
 
 def on_host(share):
@@ -493,16 +487,3 @@ def test_work_goes_to_phases_by_direction():
         BACKWARD: {"flops": 10.0, "bytes": 16.0},
         OPTIMIZER: {"flops": 300.0, "bytes": 9.0},
     }
-
-
-def test_a_profiled_phase_is_fitted_to_one_without_the_profiler():
-    for ms, waited, expected in (
-        (24.0, 4.0, (10.0, 6.0, 4.0, 4.0)),  # the host gives way first
-        (12.0, 4.0, (5.0, 3.0, 4.0, 0.0)),  # then operations
-        (64.0, 4.0, (20.0, 12.0, 4.0, 28.0)),  # another program: all grow alike
-        (3.0, 5.0, (0.0, 0.0, 3.0, 0.0)),
-    ):
-        found = fitted(Phase(FORWARD, 10.0, 6.0, 9.0, 14.0, flops=1.0), ms, waited)
-        assert tuple(found)[1:5] == pytest.approx(expected)
-        assert (found.ms, found.flops) == pytest.approx((ms, 1.0))
-    assert fitted(Phase(INPUT), 2.0, 0.5) == Phase(INPUT, communication_ms=0.5, host_ms=1.5)

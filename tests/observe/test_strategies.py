@@ -18,9 +18,7 @@ from fastpar.testing import run_ranks
 
 TINY = GPTConfig(2, 2, 32, 16, 200, dropout=0.0)
 STEPS, ROWS, LIMIT = 3, 4, 0.5
-ON_TWO = [
-    *("ddp", "ddp-zero", "fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2", "zero3", "tp", "pp"),
-]
+ON_TWO = ["ddp", "ddp-zero", "fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero3", "tp", "pp"]
 
 
 def make():
@@ -34,7 +32,7 @@ def rows_of(step, first, count):
 
 
 def train(name, micro_batches, optimizer="adamw"):
-    """(loss, norm) of each step with so many micro-batches a rank, and rank 0's weights."""
+    """(loss, norm) of each step with so many micro-batches a rank, weights, whether it is quiet."""
     # What rounds the fp32 factor of clipping grows in orthogonalize, by up to its slope of 1000.
     limit = LIMIT if optimizer == "adamw" else math.inf
     own = Parallel(grad_accum_steps=micro_batches)

@@ -24,7 +24,6 @@ from fastpar.kernels.loss.linear_cross_entropy import release_workspaces
 from fastpar.models.gpt import GPT
 from fastpar.predict.machine import FOLDER, MeasuredRates, Rate, machine_name
 from fastpar.predict.measure import ShortRun
-from fastpar.predict.run import lines_of, predict
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import SampleSettings
@@ -81,20 +80,16 @@ def test_a_folder_with_any_file_of_a_run_is_never_overwritten(tmp_path):
 
 
 def test_the_header_names_every_automatic_choice(tmp_path):
-    tensor = {"world_size": 8, "tp": 4, "sequence_parallel": False}
-    for changes, parts in (
-        ({}, ("CPU, ranks 2, threads per rank 1, fp32", "tokenizer bytes, 256 tokens",
-              "256 tokens per step: 32 sequences = ranks 2 * micro-batch 4 * accumulation 2",
-              "ranks    ZeRO 2, shards 2, transport shm, accumulate shard; adamw, master weigh",
-              f"{GPT(SHAPE).num_parameters():,} parameters")),
-        (tensor, ("CPU, ranks 8, threads", "32 sequences = dp 2 * micro-batch 4 * accumulation 2",
-                  "ranks    dp 2, tp 4 (no sequence parallelism), ZeRO 2, shards 2, tr")),
-        ({**tensor, "sequence_parallel": True}, ("dp 2, tp 4 (sequence parallel), ZeRO",)),
-    ):  # fmt: skip
-        facts = {**FACTS, **changes}
-        text = "\n".join(open_folder(out=str(tmp_path / f"{len(parts)}"), facts=facts).header)
-        assert all(part in text for part in parts), text
-        assert (" tp " in text) == bool(changes)
+    facts = {**FACTS, "world_size": 8, "tp": 4, "sequence_parallel": False}
+    text = "\n".join(open_folder(out=str(tmp_path / "r"), facts=facts).header)
+    for words in (
+        "CPU, ranks 8, threads per rank 1, fp32",
+        "tokenizer bytes, 256 tokens",
+        "256 tokens per step: 32 sequences = dp 2 * micro-batch 4 * accumulation 2",
+        "ranks    dp 2, tp 4 (no sequence parallelism), ZeRO 2, shards 2, transport shm, accumul",
+        f"{GPT(SHAPE).num_parameters():,} parameters",
+    ):
+        assert words in text, text
 
 
 def test_what_a_finished_run_shows_ends_it_no_more(here, monkeypatch, capsys):
@@ -266,10 +261,7 @@ def test_wandb_without_a_key_keeps_its_run_in_the_folder(tmp_path, monkeypatch, 
 def test_missing_packages_are_named(tmp_path, monkeypatch):
     for name in ("tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)
-        words = (
-            f"train: expected the package {name} for --logger {name}, .* run pip install {name}, o"
-        )
-        with pytest.raises(ImportError, match=words):
+        with pytest.raises(ImportError, match=f"package {name} for --logger {name}, .* pip inst"):
             module.check_log(name)
     module.check_log("auto")
     for rows in ([], [{"step": 1, "loss": None}, {"step": 1, "val_loss": 3.4}]):
@@ -311,8 +303,6 @@ def test_a_run_tells_at_its_end(rates, capsys):
     save_rates()
     (row,), _, (memory, step) = run(capsys)
     assert memory.startswith("memory   predicted ")
-    assert ": parameters " in memory
-    assert step.startswith("step     predicted ")
     assert "(measured on this machine, 1 rank x 1 thread, 2026-11-22, spread 5%), measured" in step
     assert row["measured_ms"] > 0
     assert abs(row["predicted_bytes"] / row["measured_bytes"] - 1) < 0.05
@@ -324,7 +314,6 @@ def test_a_run_tells_at_its_end(rates, capsys):
     (row,), _, (memory, step) = run(capsys, "few", max_steps=1)
     assert row["measured_bytes"] is row["measured_ms"] is None
     assert "measured" not in memory
-    assert step.endswith("spread 5%)")
     assert run(capsys, "few", max_steps=2, resume=True)[0][1]["measured_bytes"] is None
     assert len(run(capsys, "few", max_steps=6, resume=True)[0]) == 3
 
@@ -342,7 +331,6 @@ def test_what_is_not_known_and_what_fails_fail_no_run(rates, capsys, monkeypatch
     assert rows == []
     words = "predicted: not available, find_rates: expected rates with a spread of at most 30%"
     assert words in said
-    assert "run `fastpar plan --measure` while no other program runs\n" in said
 
     def fail(*_):
         raise KeyError("flux")
@@ -351,19 +339,6 @@ def test_what_is_not_known_and_what_fails_fail_no_run(rates, capsys, monkeypatch
     rows, said, _ = run(capsys, "fails", max_steps=1)
     assert rows == []
     assert "predicted: not available (KeyError: 'flux')\n" in said
-
-
-def test_a_run_in_the_planners_words(rates):
-    row = {"predicted_bytes": 110_000_000, "measured_bytes": 100_000_000, "rates": "made up",
-           "memory": {"parameters": 110_000_000}, "predicted_ms": 9.0,
-           "measured_ms": 10.0}  # fmt: skip
-    assert lines_of(row) == [
-        "memory   predicted 0.1 GB, measured 0.1 GB (+10.0%): parameters 0.1 GB",
-        "step     predicted 9.0 ms (made up), measured 10.0 ms (-10.0%)",
-    ]
-    gpu = Setup(1, device_type="cuda", transport="nccl", dtype="bf16", batch_size=1)
-    found = predict(PREDICTED, gpu, {"threads": 1, "device": "Voodoo 2"})["rates"]
-    assert found.startswith("data sheet of h100; Voodoo 2 is not in the table; ")
 
 
 def tell_on_two_ranks():

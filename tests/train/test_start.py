@@ -275,8 +275,6 @@ def saved(**settings):
         ({"micro_batch_size": 4, "grad_accum_steps": 2}, "--batch-size 6",
          f"; {HAS} micro_batch_size=4, grad_accum_steps=2{UNSET} micro-batch-size grad-accum-steps"
          "\n"),
-        ({"zero_stage": 2, "shard_size": 2}, "--zero 0",
-         f"; {HAS} shard_size=2{UNSET} shard-size\n"),
         ({"stochastic_rounding": True}, "--master-weights full",
          f"; {HAS} stochastic_rounding=True{UNSET} stochastic-rounding\n"),
         ({}, "--unset xyzzy", "train --help-all` in --unset, got key=xyzzy; remove it\n"),
