@@ -43,7 +43,7 @@ from fastpar.nn import recompute
 from fastpar.predict import run as capacity
 from fastpar.predict.memory import activations_on_host
 from fastpar.settings.config import TrainConfig
-from fastpar.settings.model import GPTConfig, part_flops
+from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 from fastpar.train.journal import read_metrics
 from fastpar.train.start import pick_dtype
@@ -128,16 +128,13 @@ def test_what_a_base_trains_is_no_other(made):
     assert len({round(loss, 12) for loss in found}) >= len(BASES) - 2  # averages change no loss
 
 
-# The losses of these runs are near 5.5, their norms below that; single precision has 24 bits, and
-# before clipping and dividing by sqrt(exp_avg_sq) a step hands on what its sums of some hundred
-# products were rounded by: less than 2**5 units in the last place.
-ROUNDING = 2.0 ** -(24 - 5)
 SPLIT = {**FEW, "n_layer": 2, "n_head": 4}
+# What a trainer has beside model and optimizer, whose states are tests/contracts/test_reshard.py's.
 HOPS = {
-    "averages": ({**SAME, **STORAGE[0], "ema": 0.3}, [(2, Z3), (1, {}), (2, Z2)]),
-    "rounding": ({**SAME, **STORAGE[1]}, [(2, Z3), (1, {}), (2, Z2), (2, Z1)]),
+    "averages": ({**STORAGE[0], "ema": 0.3}, [(2, Z3), (1, {}), (2, Z2)]),
+    "rounding": (STORAGE[1], [(2, Z3), (1, {}), (2, Z2), (2, Z1)]),
     "pipelines": (
-        {**SAME, "n_layer": 3},
+        {"n_layer": 3},
         [
             (2, {"pp": 2}),
             (3, {"pp": 3, **Z1}),
@@ -145,18 +142,11 @@ HOPS = {
             (2, stages("zb-v", **Z3)),
         ],
     ),
-    "muon": ({**SAME, **BASES["muon"]}, [(2, Z3), (1, {}), (2, {"pp": 2, **Z1}), (2, Z2)]),
-    "experts": ({**SAME, **EXPERTS}, [(4, {"ep": 4, **Z2}), (2, {"ep": 2, **Z3}), (1, {})]),
-    "fp8": ({**SAME, **DELAYED}, [(1, {}), (4, CODES), (2, {"pp": 2}), (2, CODES)]),
-    "documents": ({**SAME, **DOCUMENTS}, [(1, {}), (2, Z1)]),
-    "wsd": ({**SAME, "lr_schedule": "wsd", "lr_decay_fraction": 0.75}, [(1, {}), (2, Z3), (2, {})]),
-    "tp": (SPLIT, [(1, {}), (4, {"tp": 2, **Z3}), (4, {"tp": 4, **UNSHARED}), (2, Z1)]),
-    "cp": (SPLIT, [(2, {"cp": 2}), (1, {}), (4, {"cp": 2, "tp": 2, **Z3})]),
-    "grid": (SPLIT, [(4, {"tp_grid": "2x2", **Z1, **FULL}), (2, {"tp": 2})]),
-    "cp of documents": (
-        {**SPLIT, **DOCUMENTS, "n_layer": 2},
-        [(2, {"cp": 2, "cp_method": method}) for method in ("keys", "heads", "keys")],
-    ),
+    "muon": (BASES["muon"], [(2, Z3), (1, {}), (2, {"pp": 2, **Z1}), (2, Z2)]),
+    "experts": (EXPERTS, [(4, {"ep": 4, **Z2}), (2, {"ep": 2, **Z3}), (1, {})]),
+    "fp8": (DELAYED, [(1, {}), (4, CODES), (2, {"pp": 2}), (2, CODES)]),
+    "documents": (DOCUMENTS, [(1, {}), (2, Z1)]),
+    "wsd": ({"lr_schedule": "wsd", "lr_decay_fraction": 0.75}, [(1, {}), (2, Z3), (2, {})]),
 }
 
 
@@ -164,12 +154,12 @@ HOPS = {
 def test_a_run_goes_on_at_any_other_layout(made, case):
     """A step at each, from the checkpoint of the one before: as if uninterrupted."""
     settings, hops = HOPS[case]
-    settings = {**settings, "save_every": 1}
+    settings = {**SAME, **settings, "save_every": 1}
     out = made.cut(1, hops[0][0], **settings, **hops[0][1])
     for step, (ranks, layout) in enumerate(hops[1:], 1):
         forget_after(out, step)
         made.go_on(out, ranks, **{**settings, **layout})
-    check_same(out, made(1, **settings), rel=0.0 if "deterministic" in settings else ROUNDING)
+    check_same(out, made(1, **settings))
 
 
 @pytest.mark.parametrize(
@@ -177,6 +167,7 @@ def test_a_run_goes_on_at_any_other_layout(made, case):
     [
         (1, {**TINY, "micro_batch_size": 2}),
         slow(4, {**SPLIT, "tp": 2, **Z3}),
+        slow(2, {**SPLIT, **DOCUMENTS, "n_layer": 2, "cp": 2, "cp_method": "keys"}),
         *(slow(2, {**FEW, **storage}) for storage in STORAGE),
         slow(4, {**FEW, **Z3, "shard_size": 2}),
     ],
@@ -298,19 +289,7 @@ def test_a_step_has_one_exchange(here, monkeypatch):
         assert one == two
 
 
-def test_stages_are_told_and_their_files_are_one_model(here, capsys):
-    run("r", 2, pp=2, n_layer=3, max_steps=2)
-    printed = capsys.readouterr().out
-    parts = part_flops(GPTConfig(3, 2, 16, 16, 256))  # those of bytes
-    quick, long = sorted((sum(parts[:3]), sum(parts[3:])))
-    waits = 1 - 6 * (long + quick) / (12 * long + 3 * quick)  # both work 12 of their own a step
-    line = f"stages   2 + 1 layers, 1f1b over 4 micro-batches: ranks wait {waits:.0%} of a step"
-    assert line in printed
-    assert "ranks    dp 1, pp 2, ZeRO 0" in printed
-    assert torch.isfinite(load_weights("r/latest").h[2].mlp.c_fc.weight).all()
-
-
-@pytest.mark.parametrize("layout", [{"tp": 2}, slow({"cp": 2})], ids=name)
+@pytest.mark.parametrize("layout", [{"tp": 2}, slow({"pp": 2})], ids=name)
 def test_sample_and_export_take_a_run_of_ranks(here, capsys, layout):
     """The text at the end is that of the weights that it saved, whole; rank 0 alone draws it."""
     Runs(**SPLIT)("r", 4, **layout, max_steps=2, num_samples=2)
