@@ -67,22 +67,16 @@ def test_ranks_of_a_scheduler(environment, rank, size, local, here, address):
     assert others["MASTER_PORT"] == found["MASTER_PORT"]  # the same on all ranks
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
+def test_other_environments_stay_and_several_machines_need_the_address_of_the_first():
+    for environment in (
         {},
         {name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID")},  # salloc
         {**SLURM, "SLURM_STEP_NUM_TASKS": "1"},
         {**SLURM, "RANK": "0", "WORLD_SIZE": "2"},  # torchrun in a step
-    ],
-)
-def test_other_environments_stay(environment):
-    found = dict(environment)
-    adopt_scheduler(found)
-    assert found == environment
-
-
-def test_ranks_of_several_machines_need_the_address_of_the_first():
+    ):
+        found = dict(environment)
+        adopt_scheduler(found)
+        assert found == environment
     with pytest.raises(ValueError, match=r"set MASTER_ADDR to its host .* mpirun -x MASTER_ADDR"):
         adopt_scheduler(dict(OPEN_MPI))
 
