@@ -110,14 +110,12 @@ def test_hooks_of_others_see_every_gradient(schedule, stage):
 
 
 def test_stages_are_cut_by_what_their_parts_cost():
-    def rank(vocab_size, **options):
+    def rank(vocab_size, options):
         model = staged(gpt(4, vocab_size=vocab_size), **options)
         return engine_of(model).shards.stages.parts[0]
 
-    for vocab_size, options, cut in ((97, {}, 3), (600, {}, 4), (2000, {}, 5)):
-        found = run_ranks(lambda v=vocab_size, o=options: rank(v, **o), 2)
-        assert found == [range(cut), range(cut, 6)]
-    assert run_ranks(lambda: rank(2000, pp_split=[1, 3]), 2) == [range(2), range(2, 6)]
+    for vocab_size, options, cut in ((97, {}, 3), (2000, {}, 5), (2000, {"pp_split": [1, 3]}, 2)):
+        assert run_ranks(rank, 2, vocab_size, options) == [range(cut), range(cut, 6)]
 
 
 # Refusals
@@ -160,10 +158,7 @@ def test_a_cut_that_cannot_be_is_refused(model, options, message):
 STEPS = [
     *(({"micro_batches": n}, f"divide the 4 rows .*={n}; choose a whole") for n in (3, 0, 2.0)),
     ({"schedule": "zb-x"}, r"one of gpipe, 1f1b, .*, got schedule='zb-x'"),
-    (
-        {"schedule": "zb-v"},
-        r"schedule='zb-v' places stages .*'1f1b' \(1 per rank\); pass",
-    ),
+    ({"schedule": "zb-v"}, r"schedule='zb-v' places stages .*'1f1b' \(1 per rank\); pass"),
     ({"targets": zeros(4)[:, 1:]}, r"idx=\[4, 8\] targets=\[4, 7\]; pass one target"),
     ({"reduction": "none"}, "reduction mean or sum, got reduction='none'"),
     ({"micro_batches": 2, "rng_keys": [make_key(0, 0)]}, "rng_keys for 2 micro-batches, got 1; p"),
@@ -180,9 +175,7 @@ def test_bad_steps_are_refused_and_a_stage_alone_has_no_forward():
             Adafactor(model.parameters(), lr=1e-2)
         with pytest.raises(AttributeError, match=r"call fastpar\.pipeline_step instead"):
             model(zeros(4), zeros(4))
-        with pytest.raises(
-            ValueError, match=r"generate: .* got one split into pipeline stages; load it"
-        ):
+        with pytest.raises(ValueError, match=r"generate: .* got one split into pipeline stages; l"):
             next(generate(model, zeros(4), 1))
 
     run_ranks(rank, 2)
