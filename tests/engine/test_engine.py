@@ -8,8 +8,11 @@ import copy
 import gc
 import os
 import pickle
+import re
+import sys
 import time
 import weakref
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -19,6 +22,7 @@ from cells import covering, slow, sweep
 from programs import SMALL, Net, assert_same, batch, fill, gradients, loss_of
 from torch import nn
 
+import fastpar
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.placements import Partial, Replicate, Shard
@@ -73,6 +77,48 @@ def test_an_engine_refuses_to_step_with_gradients_that_are_not_reduced():
     )
     with pytest.raises(RuntimeError, match="called during a backward"):
         loss_of(model, 0).backward()
+
+
+PACKAGE = Path(fastpar.__file__).parent
+
+
+def walked():
+    """(file, function) of all calls from a backward to the next forward, on one of two ranks."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    mesh = Mesh(dp=2, device="cpu")
+    parallelize(model, mesh, zero_stage=2)
+    optimizer = AdamW(model.parameters(), max_grad_norm=1.0)
+    calls = []
+
+    def called(frame, event, arg):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            calls.append((path.relative_to(PACKAGE).as_posix(), frame.f_code.co_name))
+
+    x = torch.ones(4, 8)
+    for _ in range(2):  # the first makes what later steps have
+        loss = model(x).sum()
+        sys.setprofile(called if mesh.rank == 0 else None)
+        calls.clear()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(x)
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_gradient_walks_as_the_readme_describes():
+    text = (PACKAGE / "engine/README.md").read_text().split("## A gradient's walk")[1]
+    walk, beside = text.split("\n## ")[0].split("Beside")
+    steps = re.findall(r"^\d+\. `(.*?)` `(.*?)`", walk, re.MULTILINE)
+    calls = run_ranks(walked, 2)[0]
+    rest = iter(calls)
+    for file, name in steps:
+        assert (file, name.split(".")[-1]) in rest, f"{name} does not follow on those before it"
+    files = {file for file, _ in steps}
+    assert {file for file, _ in calls} <= files | set(re.findall(r"`(\w+/\w+\.py)`", beside))
+    assert len(files) <= 8
 
 
 # Reports and checks

@@ -338,6 +338,7 @@ def train_fp8(layers, dtype, options, axes, idle):
         slow("mlp", torch.bfloat16, 3, {"prefetch": 2}, {}, False),
         slow("all", torch.float16, 4, {"shard_size": 2}, {}, False),
         slow("all", torch.float64, 4, {}, {"tp": 2}, False),
+        slow("all", torch.float32, 4, {"shard_size": 2}, {"cp": 2}, False),
         slow("mlp", torch.float32, 4, SECOND, {}, False),
     ],
 )

@@ -37,30 +37,6 @@ from fastpar.train.journal import read_metrics
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("victim", "options"),
-    [
-        (1, ["--zero=3", "--transport=torch"]),
-        (0, ["--tp=2"]),
-        (1, ["--pp=2", "--transport=torch"]),
-    ],
-)
-def test_killed_rank_stops_the_others(here, start, victim, options):
-    launcher = start(*FASTPAR, *TRAIN, "--nproc=2", "--max-steps=1000000", "--out=r", *options)
-    wait_for_steps(launcher, "r", 3)
-    ranks = ranks_of(launcher.pid)
-    assert sorted(ranks) == [0, 1]
-    os.kill(ranks[victim], signal.SIGKILL)
-    code, _, err = finish(launcher, timeout_s=15)
-    assert code == 1
-    lines = [row for row in err.strip().splitlines() if "tokenizing" not in row]
-    said = f"fastpar: rank {victim} (pid {ranks[victim]}) died of SIGKILL (out of memory?); all ra"
-    assert lines[-1].startswith(said)
-    assert len(lines) <= 2
-    assert all_gone(ranks.values())
-
-
-@pytest.mark.slow
 def test_stopped_run_goes_on_under_torchrun_bit_for_bit(here, start):
     """SIGTERM to the launcher reaches both ranks: they save the same step, and no step is lost."""
     length = "--max-steps=150"
@@ -178,6 +154,7 @@ def test_a_hanging_and_a_killed_rank_cost_at_most_a_save_interval(whole, start):
             wait_for(30, renewed, launcher, old, process=launcher)
     code, out, err = finish(launcher)
     assert code == 1, err
+    assert all_gone(old)
     said = (
         r"  last stack of rank 0, innermost last:\n    .*"
         r"\nfastpar: rank 1 \(pid \d+\) failed: .*watchdog: a collective did not end within "
