@@ -23,8 +23,8 @@ from fastpar.testing import run_ranks
 STAGES = [0, 1, 2, 3]
 
 
-def managed(stage, model, **options):
-    model = parallelize(model, Mesh(), Parallel.of(zero_stage=stage, **options))
+def managed(model, mesh=None, **options):
+    model = parallelize(model, mesh or Mesh(device="cpu"), Parallel.of(**options))
     return model, engine_of(model)
 
 
@@ -35,11 +35,6 @@ class Some(nn.Linear):
         return (self.bias * x).sum()
 
 
-def sums(engine):
-    """The whole gradients."""
-    return [g.clone() for _, g in engine.grads()]
-
-
 @sweep("stage", STAGES)
 @sweep("dropped", [False, True])
 def test_no_gradient_waits_longer_than_its_backward(stage, dropped, monkeypatch):
@@ -47,13 +42,14 @@ def test_no_gradient_waits_longer_than_its_backward(stage, dropped, monkeypatch)
     monkeypatch.setitem(WAIT_BYTES, "cpu", 1 << 20)
 
     def of_rank():
-        model, engine = managed(stage, Some(3, 2).bfloat16(), grad_dtype=torch.float32)
+        wide = {"zero_stage": stage, "grad_dtype": torch.float32}
+        model, engine = managed(Some(3, 2).bfloat16(), **wide)
         for i in range(3):
             with engine.no_sync() if i < 2 else contextlib.nullcontext():
                 model(1.0).backward()
             if dropped and i == 1:
                 model.zero_grad()
-        grad = sums(engine)[-1]  # of the bias
+        *_, (_, grad) = engine.grads()  # of the bias
         assert grad.tolist() == [1.0 if dropped else 3.0] * 2
 
     run_ranks(of_rank, 2)
@@ -68,7 +64,8 @@ def test_no_gradient_waits_longer_than_its_backward(stage, dropped, monkeypatch)
 def order_of_sends(stage):
     """Bytes of each reduction, and between them where the embedding's backward begins."""
     config = GPTConfig(n_layer=3, n_head=2, n_embd=16, block_size=8, vocab_size=2000, dropout=0.0)
-    model, engine = managed(stage, GPT(config), bucket_mb=0.01, first_bucket_mb=0.002)
+    small = {"bucket_mb": 0.01, "first_bucket_mb": 0.002}
+    model, engine = managed(GPT(config), zero_stage=stage, **small)
     seen = []
     model.h[0].register_forward_pre_hook(
         lambda _, args: args[0].register_hook(lambda _: seen.append("embedding")) and None
@@ -108,7 +105,7 @@ def withdraw(model):
 
 def named_grads(engine):
     names = {p: b.name(i) for b in engine.buckets for i, p in enumerate(b.params)}
-    return [(names[p], g) for p, g in engine.grads()]
+    return {names[p]: g.clone() for p, g in engine.grads()}
 
 
 @pytest.fixture
@@ -139,7 +136,7 @@ def test_gradients_of_weights_are_computed_in_their_places(stage, how, wide):
         if how == "recompute":
             recompute(model, "full")
         options = {"deterministic": how == "deterministic", "bucket_mb": 0.01}
-        model, engine = managed(stage, model, **options)
+        model, engine = managed(model, zero_stage=stage, **options)
         for micro in range(3):
             for bucket in engine.buckets:
                 bucket.placed = set()
@@ -168,24 +165,20 @@ class Layer(nn.Module):
         return (x * self.scale).sum()
 
 
-def placed(layer, **options):
-    return parallelize(copy.deepcopy(layer), Mesh(device="cpu"), Parallel.of(**options))
-
-
 def test_whoever_else_has_a_gradient_keeps_it():
     """A weight that is used twice gets the sum; a gradient that autograd is asked for, that a hook
     has seen, or that a copy of the model has, is written by nobody else."""
     layer, x = Layer(times=3), torch.randn(5, 6)
-    model = placed(layer)
+    model, _ = managed(copy.deepcopy(layer))
     twin = copy.deepcopy(model)
     for each in (layer, model, twin):
         each(x).backward()
         assert torch.equal(each.weight.grad, layer.weight.grad)
     assert model.weight.grad.data_ptr() != twin.weight.grad.data_ptr()
-    model, kept = placed(Layer(), deterministic=True), []
+    (model, engine), kept = managed(Layer(), deterministic=True), []
     _, grad = torch.autograd.grad(model(x), [model.scale, model.weight])
     before = grad.clone()
-    engine_of(model).buckets[0].grad.fill_(7.0)
+    engine.buckets[0].grad.fill_(7.0)
     assert torch.equal(grad, before)
     model.weight.register_hook(kept.append)
     for scale in (1.0, 2.0):
@@ -207,20 +200,20 @@ def wide_products(monkeypatch):
     monkeypatch.setattr(backend, "cuda_on_cpu", True)  # of the table, too
 
 
-def wide_run(stage, how, accumulate, wide=True, **options):
+def wide_run(stage, how, accumulate, wide=True):
     """Gradients of a step of two micro-batches, of a bf16 model whose gradients are fp32."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(**SIZES)).bfloat16()
     if how == "recompute":
         recompute(model, "full")
-    options = {"zero_stage": stage, "bucket_mb": 0.01, "accumulate": accumulate, **options}
-    model = parallelize(model, Mesh(device="cpu"), Parallel.of(grad_dtype=torch.float32, **options))
+    options = {"zero_stage": stage, "accumulate": accumulate, "grad_dtype": torch.float32}
+    model, engine = managed(model, bucket_mb=0.01, **options)
     if not wide:
         withdraw(model)
     for micro in range(2):
         ids = torch.randint(30, (2, 8), generator=torch.Generator().manual_seed(micro))
         model(ids, ids, rng_key=make_key(1, micro)).backward()
-    return {n: g.clone() for n, g in named_grads(engine_of(model))}
+    return named_grads(engine)
 
 
 @pytest.mark.parametrize("accumulate", ["full", "shard"])
@@ -247,7 +240,7 @@ def test_a_wide_weight_that_is_used_twice_and_elsewhere_gets_the_sum(wide_produc
     layer, x = Elsewhere(times=3).bfloat16(), torch.randn(5, 6).bfloat16()
     exact = copy.deepcopy(layer).double()
     exact(x.double()).backward()
-    model = placed(layer, grad_dtype=torch.float32)
+    model, _ = managed(layer, grad_dtype=torch.float32)
     for times in (1, 2):
         model(x).backward()
         error = (model.weight.main_grad - times * exact.weight.grad).abs().max()
@@ -269,11 +262,10 @@ class Tied(nn.Module):
 
 def table_run(stage, accumulate, micro_batches):
     options = {"zero_stage": stage, "accumulate": accumulate, "grad_dtype": torch.float32}
-    model = parallelize(Tied(), Mesh(device="cpu"), Parallel.of(**options))
+    model, engine = managed(Tied(), **options)
     for ids in table_ids(micro_batches):
         model(ids).backward()
-    [(_, grad)] = named_grads(engine_of(model))
-    return grad.clone()
+    return named_grads(engine)["wte"]
 
 
 def table_ids(micro_batches):
@@ -306,10 +298,10 @@ def stages_run(schedule):
     torch.manual_seed(0)
     model = GPT(GPTConfig(**{**SIZES, "dropout": 0.0})).bfloat16()
     options = {"grad_dtype": torch.float32, "schedule": schedule}
-    model = parallelize(model, Mesh(pp=2, device="cpu"), Parallel.of(**options))
+    model, engine = managed(model, Mesh(pp=2, device="cpu"), **options)
     ids = torch.randint(30, (4, 8), generator=torch.Generator().manual_seed(0))
     pipeline_step(model, ids, ids, micro_batches=2)
-    return {n: g.clone() for n, g in named_grads(engine_of(model))}
+    return named_grads(engine)
 
 
 def test_a_split_backward_has_the_same_wide_gradients(wide_products):
