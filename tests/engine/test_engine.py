@@ -311,9 +311,10 @@ def test_a_printed_shard_says_what_it_is_and_where_to_look(stage):
         model(torch.ones(2, 6)).sum().backward()
         grad = repr(p.grad)
         AdamW(model.parameters()).step()
+        weight = repr(p)
         with engine_of(model).gathered():
             assert repr(p).startswith("Parameter containing:\ntensor([[")
-        return grad, repr(p)
+        return grad, weight
 
     for rank, (grad, weight) in enumerate(run_ranks(ranks, 4)):
         of_rank = f"rank {rank} of 4; engine_of(model)"
