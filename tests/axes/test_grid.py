@@ -134,12 +134,8 @@ class Own(nn.Linear):
 REFUSED = [
     (lambda: Own(4, 4), (2, 1), {}, r"tp_grid=2x1 needs a fastpar.GPT without experts, got Own; u"),
     (lambda: build(n_expert=2, top_k=1), (2, 1), {}, "^tp_grid does not support n_expert; drop"),
-    (build, (2, 1), {"sequence_parallel": False}, "^tp_grid does not support sequence_parallel=F"),
-    (build, (2, 1), {"offload": "optimizer"}, "^tp_grid does not support offload; drop one of"),
     (build, (2, 1), {"plan": "gpt2"}, "expected no tp_plan for GPT"),
     (lambda: build(n_head=3, n_embd=15), (2, 1), {}, "divide n_embd=15, got tp_grid=2x1; chang"),
-    (build, (1, 3), {}, "of tp_grid to divide n_embd=16, got tp_grid=1x3; change"),
-    (lambda: build(n_head=2), (1, 4), {}, "at most n_head=2 columns, got tp_grid=1x4"),
 ]
 
 

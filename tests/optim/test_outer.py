@@ -253,7 +253,6 @@ def outer(**options):
 
 REFUSED = [
     (outer(every=0), r"Outer: expected every >= 1, got every=0; set every"),
-    (outer(every=4, lr=0.0), r"expected lr in \(0, 2\], got lr=0.0; 0.7 is usual"),
     (outer(every=4, momentum=1.0), r"expected momentum in \[0, 1\), got momentum=1.0"),
     (outer(every=4, wire="int2"), r"expected wire to be one of fp32, bf16.*got wire=int2"),
     (two_engines, r"expected one engine, got 2; build an"),

@@ -350,11 +350,9 @@ def test_a_parameters_name_and_neighbours_do_not_count():
     assert torch.equal(*(run(*pair, 3) for pair in zip(models, optimizers)))
 
 
-def test_closures_and_hooks_of_a_step():
-    model, seen = build(), []
+def test_a_closure_computes_the_gradients_of_a_step():
+    model = build()
     optimizer = adamw(model.parameters(), lr=0.1)
-    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
-        register(lambda *_: seen.append(vector(model)))
 
     def closure():
         optimizer.zero_grad()
@@ -365,8 +363,6 @@ def test_closures_and_hooks_of_a_step():
     losses = [optimizer.step(closure).item() for _ in range(20)]
     assert losses[-1] < 0.1 * losses[0]
     assert optimizer.step() is None
-    assert not torch.equal(seen[0], seen[1])
-    assert torch.equal(seen[1], seen[2])
 
 
 @makers

@@ -78,7 +78,6 @@ MISTAKES = [
     ("train --model gpt5", "GPTConfig.preset: expected one of gpt2, gpt2-medium, "),
     ("train --nproc 6 --tp 4", "train: expected nproc to be a multiple of tp=4, got nproc=6; use "),
     ("train --tp-grid 2x2 --nproc 2", "train: expected nproc to be a multiple of tp_grid=4, got n"),
-    ("train --fp8 mlp --n-expert 2", "--fp8 does not support --n-expert; drop one of them"),
     ("train --schedule=pipedream", "fastpar train: expected a synchronous schedule, got schedule="),
     ("train --resume --out none", "train: expected a folder with a run to resume"),
     ("train --resume", "train: expected --out with --resume, got out=None; name the run's"),
