@@ -4,13 +4,12 @@ import itertools
 import os
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from manifest_cells import PIECES, WEIGHTS, make_folder
 from nanogpt_cells import write
 from safetensors.torch import load_file, save_file
-from saved import whole_tensors
+from saved import indices, whole_tensors
 
 from fastpar import AdamW
 from fastpar.checkpoint import reader as reader_module
@@ -45,11 +44,6 @@ def chunk_bytes(request, monkeypatch):
     monkeypatch.setattr(reader_module, "BLOCK_BYTES", request.param * 2)
 
 
-def indices(runs):
-    return [run.start + i * run.stride + j for run in runs for i in range(run.count)
-            for j in range(run.length)]  # fmt: skip
-
-
 def chunks(reader, entries):
     return torch.cat([chunk.clone() for chunk in reader.chunks(entries)])
 
@@ -68,7 +62,7 @@ def test_pieces_are_put_together_by_index(made, chunk_bytes):
             values = torch.cat([files[entry.file][name] for entry in found])
             whole = reader.read(found)
             assert whole.shape == found[0].shape
-            at = np.concatenate([indices(entry.runs) for entry in found])
+            at = [i for entry in found for i in indices(entry.runs)]
             assert torch.equal(whole.view(-1)[at], values)
             assert torch.equal(chunks(reader, found), values)
 

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,54 +58,47 @@ def test_interleave_takes_turns_and_rotates_inputs():
 
 
 class FakeCuda:
-    """A stream and its clock: an operation starts when the host enqueues it, or after the last."""
+    """A stream and the host's clock: an operation starts when the host enqueues it, or after the
+    last one."""
 
     def __init__(self):
-        self.free_at, self.log = 0.0, []
+        self.now, self.free_at, self.log = 0.0, 0.0, []
+
+    def perf_counter(self):
+        return self.now
 
     def enqueue(self, name, seconds):
-        self.free_at = max(self.free_at, time.perf_counter()) + seconds
+        self.free_at = max(self.free_at, self.now) + seconds
         self.log.append(name)
         return self.free_at
 
     def synchronize(self):
-        time.sleep(max(0.0, self.free_at - time.perf_counter()))
+        self.now = max(self.now, self.free_at)
 
     def _sleep(self, cycles):
         self.enqueue("sleep", cycles / CYCLES_PER_US / 1e6)
 
     def Event(self, enable_timing):  # noqa: N802
-        return FakeEvent(self)
+        event = SimpleNamespace(synchronize=self.synchronize)
+        event.record = lambda: setattr(event, "at", self.enqueue("event", 0.0))
+        event.elapsed_time = lambda end: (end.at - event.at) * 1e3
+        return event
 
 
-class FakeEvent:
-    def __init__(self, cuda):
-        self.cuda = cuda
-
-    def record(self):
-        self.at = self.cuda.enqueue("event", 0.0)
-
-    def synchronize(self):
-        self.cuda.synchronize()
-
-    def elapsed_time(self, end):
-        return (end.at - self.at) * 1e3
-
-
-def test_cuda_sample_hides_the_host():
+def test_cuda_sample_hides_the_host(monkeypatch):
     """Two kernels of 1 ms whose launches take 4 ms each are timed as 2 ms."""
     cuda = FakeCuda()
+    monkeypatch.setattr(trial, "time", cuda)
     clock = CudaClock(cuda, flush=lambda: cuda.enqueue("flush", 0.0))
 
     def call():
         for _ in range(2):
-            time.sleep(0.004)
+            cuda.now += 0.004
             cuda.enqueue("kernel", 0.001)
 
-    ms = min(clock.sample(call) for _ in range(5))  # a stalled host may starve one of them
-    assert 1.99 < ms < 2.5
+    assert clock.sample(call) == pytest.approx(2.0)
     assert cuda.log[-6:] == ["flush", "sleep", "event", "kernel", "kernel", "event"]
-    assert 7900 < clock.host_us(call, runs=3) < 80_000  # the enqueueing alone
+    assert clock.host_us(call, runs=3) == pytest.approx(8000)  # the enqueueing alone
 
 
 # Attention

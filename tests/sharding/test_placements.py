@@ -7,6 +7,7 @@ import torch
 from cells import sweep
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from saved import indices
 
 from fastpar.sharding.placements import (
     HOLE,
@@ -25,16 +26,6 @@ from fastpar.sharding.placements import (
     share_of,
     whole_run,
 )
-
-
-def indices(runs):
-    """Global index of every element, HOLE where there is none."""
-    return [
-        HOLE if run.start == HOLE else run.start + i * run.stride + j
-        for run in runs
-        for i in range(run.count)
-        for j in range(run.length)
-    ]
 
 
 def test_heads_and_vocabularies_by_hand():

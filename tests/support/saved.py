@@ -3,10 +3,20 @@
 import hashlib
 from pathlib import Path
 
-import numpy as np
 from safetensors.torch import load_file, save
 
 from fastpar.checkpoint.manifest import read_manifest
+from fastpar.sharding.placements import HOLE
+
+
+def indices(runs):
+    """The index of every element in the whole tensor, HOLE where there is none."""
+    return [
+        HOLE if run.start == HOLE else run.start + i * run.stride + j
+        for run in runs
+        for i in range(run.count)
+        for j in range(run.length)
+    ]
 
 
 def whole_tensors(path):
@@ -20,13 +30,7 @@ def whole_tensors(path):
     for piece in manifest.optimizer:
         values = files[piece.file][piece.key].reshape(-1)
         out = whole.setdefault(piece.key, values.new_zeros(piece.shape)).view(-1)
-        indices = [
-            np.arange(run.length) + run.start + i * run.stride
-            for run in piece.runs
-            for i in range(run.count)
-        ]
-        if indices:  # none of an empty tensor
-            out[np.concatenate(indices)] = values
+        out[indices(piece.runs)] = values
     return weights, whole
 
 
