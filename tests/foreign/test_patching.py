@@ -204,6 +204,14 @@ def with_part(make, **parts):
     return made
 
 
+def replaced_forward(part):
+    model = gpt2()
+    module = model.transformer.get_submodule(part)
+    own = module.forward
+    module.forward = lambda *args: 2 * own(*args)
+    return model
+
+
 def on_meta():
     with torch.device("meta"):
         return NanoGPT()
@@ -224,6 +232,8 @@ LEFT = [  # the model, the class that is left, why, where
     (lambda: gpt2(n_embd=514, n_head=2), "GPT2Attention", HEADS, "h.0.attn h.1.attn"),
     (on_meta, "SelfAttention", "is on the meta device: load its weights first",
      "h.0.attn h.1.attn"),
+    (lambda: replaced_forward("h.0.mlp"), "GPT2MLP", "its forward was replaced", "h.0.mlp"),
+    (lambda: replaced_forward("h.1.mlp.act"), "GPT2MLP", "forward was replaced", "h.1.mlp"),
     (lambda: gpt2(add_cross_attention=True),
      "GPT2Attention", "cross-attention has no kernel", "h.0.crossattention h.1.crossattention"),
 ]  # fmt: skip

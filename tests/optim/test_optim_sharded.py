@@ -1,6 +1,5 @@
 """Optimizers on parameters of engines: the bits, the state and the decisions of one process."""
 
-import itertools
 import math
 import threading
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from cells import cells, covering, sweep
 from optimizers import (
-    BF16,
     FP32,
     HYPER,
     MODES,
@@ -26,7 +24,6 @@ from torch import nn
 import fastpar
 from fastpar import AdamW, Mesh
 from fastpar.engine import control
-from fastpar.kernels.adamw import master_split
 from fastpar.optim import adamw as optim
 from fastpar.sharding.placements import Placement, Shard
 from fastpar.testing import run_ranks
@@ -191,27 +188,6 @@ def test_a_step_reads_nothing_on_the_host(monkeypatch):
         monkeypatch.setattr(control.Control, check, lambda *args: None)
     monkeypatch.setattr(optim, "adamw_step_", lambda *args, **kwargs: None)
     assert run_ranks(ranks, 2) == [{2.0}, {2.0}]
-
-
-@sweep(("make", "set_to_none"), itertools.product([adamw, adafactor], [True, False]))
-def test_main_gradients_are_used_and_cleared(make, set_to_none):
-    model, single = build(BF16), build(BF16).float()
-    fastpar.parallelize(model, Mesh(), grad_dtype=FP32)
-    a, b = make(model.parameters(), master_weights=True), make(single.parameters())
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        for p, q in zip(model.parameters(), single.parameters()):
-            q.grad = torch.zeros_like(q)
-            for _ in range(3):
-                g = torch.randn(p.shape, generator=generator).bfloat16()
-                (p * g).sum().backward()
-                q.grad += g.float()
-        a.step()
-        b.step()
-        a.zero_grad(set_to_none=set_to_none)
-        for p, q in zip(model.parameters(), single.parameters()):
-            assert torch.equal(a.state[p]["master_weight"], q)
-            assert torch.equal(p, master_split(q)[0])
 
 
 def test_adafactor_on_ranks():
