@@ -108,7 +108,7 @@ class Launch {
     table_.count = table_.hypers = 0;
   }
 
-  // Whether the range found room.
+  // Adds a range; false if it does not fit.
   bool add(const AdamwRange& r, const AdamwHyper* hypers) {
     int hyper = 0;
     while (hyper < table_.hypers && used_[hyper] != r.hyper) ++hyper;

@@ -8,20 +8,12 @@
 #include "ops_cuda.h"
 #include "simd.h"
 
-using fastpar::Address;
-using fastpar::at;
-using fastpar::Dtype;
-using fastpar::Memory;
-using fastpar::Type;
-using fastpar::View;
-namespace py = pybind11;
-
+namespace fastpar {
 namespace {
 
-fastpar::MaskBlock mask_block(int64_t seed, int64_t first_sample, int site, int threshold,
-                              int64_t samples, int64_t heads, int64_t rows, int64_t cols,
-                              int64_t first_head, int64_t first_row, int64_t low = 0,
-                              int64_t high = 0) {
+MaskBlock mask_block(int64_t seed, int64_t first_sample, int site, int threshold, int64_t samples,
+                     int64_t heads, int64_t rows, int64_t cols, int64_t first_head,
+                     int64_t first_row, int64_t low = 0, int64_t high = 0) {
   FASTPAR_CHECK(threshold >= 0 && threshold <= 255,
                 "dropout: expected 0 <= threshold <= 255, got threshold=", threshold,
                 "; use quantize_p");
@@ -37,9 +29,9 @@ const float* row_of(const Memory& x, int64_t c, const char* name, std::vector<fl
   if (x && x.type == Type::f32) return x.floats(c, name);
   buffer.assign(static_cast<size_t>(c), 0.0f);
   if (x) {
-    fastpar::with_dtype(x.dtype(name), [&](auto tag) {
+    with_dtype(x.dtype(name), [&](auto tag) {
       const auto* from = static_cast<const decltype(tag)*>(x.of(x.dtype(name), c, name));
-      std::transform(from, from + c, buffer.begin(), [](auto v) { return fastpar::to_float(v); });
+      std::transform(from, from + c, buffer.begin(), [](auto v) { return to_float(v); });
     });
   }
   return buffer.data();
@@ -55,16 +47,16 @@ float* sums_of(const Memory& x, int64_t c, const char* name, std::vector<float>&
 
 void store_sums(const Memory& x, const std::vector<float>& buffer) {
   if (buffer.empty()) return;
-  fastpar::with_dtype(x.dtype("sums"), [&](auto tag) {
+  with_dtype(x.dtype("sums"), [&](auto tag) {
     using T = decltype(tag);
     std::transform(buffer.begin(), buffer.end(), at<T>(x.address),
-                   [](float v) { return fastpar::from_float<T>(v); });
+                   [](float v) { return from_float<T>(v); });
   });
 }
 
 // [batch, rows, heads, d], or documents without a batch: [rows, heads, d].
-fastpar::Strided strided(const View& x, Dtype dtype, int64_t batch, int64_t rows, int64_t heads,
-                         int64_t d, const char* name) {
+Strided strided(const View& x, Dtype dtype, int64_t batch, int64_t rows, int64_t heads, int64_t d,
+                const char* name) {
   const Type type = static_cast<Type>(dtype);
   if (x.dims == 3) return {x.as(type, {rows, heads, d}, name), 0, x.stride[0], x.stride[1]};
   return {x.as(type, {batch, rows, heads, d}, name), x.stride[0], x.stride[1], x.stride[2]};
@@ -72,9 +64,9 @@ fastpar::Strided strided(const View& x, Dtype dtype, int64_t batch, int64_t rows
 
 // q, k, v and their shape; cu_seqlens [batch + 1] or None.
 struct AttentionInputs {
-  fastpar::AttentionShape shape;
+  AttentionShape shape;
   Dtype dtype;
-  fastpar::Strided q, k, v;
+  Strided q, k, v;
 
   AttentionInputs(const View& q_at, const View& k_at, const View& v_at, const Memory& cu_seqlens,
                   bool causal, float scale)
@@ -101,10 +93,10 @@ struct AttentionInputs {
     k = of_keys(k_at, "k");
     v = of_keys(v_at, "v");
   }
-  fastpar::Strided of_queries(const View& x, const char* name) const {
+  Strided of_queries(const View& x, const char* name) const {
     return strided(x, dtype, shape.batch, shape.t, shape.heads, shape.d, name);
   }
-  fastpar::Strided of_keys(const View& x, const char* name) const {
+  Strided of_keys(const View& x, const char* name) const {
     return strided(x, dtype, shape.batch, shape.tk, shape.key_heads, shape.d, name);
   }
   float* stats(const Memory& x) const {
@@ -114,18 +106,17 @@ struct AttentionInputs {
 
 // site_head: site << 16 | head of the model that the first head is; first_row: row of the mask that
 // the first query has.
-fastpar::MaskBlock attention_mask(int64_t seed, int64_t first_sample, int site_head, int threshold,
-                                  int64_t first_row, const fastpar::AttentionShape& s) {
+MaskBlock attention_mask(int64_t seed, int64_t first_sample, int site_head, int threshold,
+                         int64_t first_row, const AttentionShape& s) {
   return mask_block(seed, first_sample, site_head >> 16, threshold, s.batch, s.heads, s.t, s.tk,
                     site_head & 0xffff, first_row);
 }
 
 // Rows of logits [N, width]; grad and scale, [] or [N], may be None.
-fastpar::CrossEntropyRows cross_entropy_rows(const View& logits, const Memory& targets,
-                                             const View& grad, const View& scale, int64_t v,
-                                             int64_t ignore_index, double label_smoothing,
-                                             double z_loss) {
-  fastpar::CrossEntropyRows rows;
+CrossEntropyRows cross_entropy_rows(const View& logits, const Memory& targets, const View& grad,
+                                    const View& scale, int64_t v, int64_t ignore_index,
+                                    double label_smoothing, double z_loss) {
+  CrossEntropyRows rows;
   rows.n = logits.size[0];
   rows.width = logits.size[1];
   const Type type = static_cast<Type>(logits.dtype("logits"));
@@ -151,7 +142,7 @@ fastpar::CrossEntropyRows cross_entropy_rows(const View& logits, const Memory& t
 // exp_float over an array, for tests of its accuracy.
 struct ExpArray {
   static FASTPAR_INLINE void run(const float* x, float* y, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) y[i] = fastpar::exp_float(x[i]);
+    for (int64_t i = 0; i < n; ++i) y[i] = exp_float(x[i]);
   }
 };
 
@@ -159,59 +150,45 @@ struct ExpArray {
 template <class T>
 struct RoundArray {
   static FASTPAR_INLINE void run(const float* x, float* y, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) y[i] = fastpar::to_float(fastpar::from_float<T>(x[i]));
+    for (int64_t i = 0; i < n; ++i) y[i] = to_float(from_float<T>(x[i]));
   }
 };
 
-}  // namespace
-
-PYBIND11_MODULE(_C, m) {
-  m.doc() = "Compiled kernels of fastpar; see csrc/ops.h for every contract.";
-  m.attr("built_with_cuda") = bool(FASTPAR_CUDA);
-  m.attr("why_without_cuda") = FASTPAR_WITHOUT_CUDA;  // "" with CUDA
+void bind_ops(py::module_& m) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
-
-  m.def("isa", &fastpar::isa_name);
-  m.def("isa_supported", &fastpar::isa_supported);
-  m.def("cpu_is_intel", &fastpar::cpu_is_intel);
-  m.def("set_isa", &fastpar::set_isa);
-  m.def("keep_freed_memory", &fastpar::keep_freed_memory);
-  m.def("bind_workers", &fastpar::bind_workers, unlocked);
-  m.def("worker_cpus", &fastpar::worker_cpus, unlocked);
-  fastpar::bind_adamw(m);
-  fastpar::bind_bucket(m);
-  fastpar::bind_shm(m);
-  fastpar::bind_global_norm(m);
-  fastpar::bind_launch(m);
-  fastpar::bind_eager(m);
+  m.def("isa", &isa_name);
+  m.def("isa_supported", &isa_supported);
+  m.def("cpu_is_intel", &cpu_is_intel);
+  m.def("set_isa", &set_isa);
+  m.def("keep_freed_memory", &keep_freed_memory);
   m.def(
       "gemm",
       [](const View& a, const View& b, const View& c, bool accumulate, const Memory& bias,
          int threads) {
         const int64_t rows = a.size[0], k = a.size[1], columns = b.size[1];
         const bool bf16 = a.type == Type::bf16;
-        FASTPAR_CHECK(fastpar::isa_supported(bf16 ? "amx" : "avx512"),
-                      "gemm: expected a CPU with AVX-512, and AMX for bf16, got isa=",
-                      fastpar::isa_name(), "; use torch.mm");
+        FASTPAR_CHECK(isa_supported(bf16 ? "amx" : "avx512"),
+                      "gemm: expected a CPU with AVX-512, and AMX for bf16, got isa=", isa_name(),
+                      "; use torch.mm");
         FASTPAR_CHECK(a.dims == 2 && b.dims == 2 && (bf16 || a.type == Type::f32) &&
                           b.type == a.type && b.size[0] == k,
                       "gemm: expected float32 or bfloat16 matrices [M, K] and [K, N], got K=", k,
                       " and K=", b.size[0], "; use torch.mm");
         const bool narrow = bf16 && c.type == Type::bf16;
         void* out = c.as(narrow ? Type::bf16 : Type::f32, {rows, columns}, "c");
-        fastpar::gemm({at<const void>(a.address), a.stride[0], a.stride[1]},
-                      {at<const void>(b.address), b.stride[0], b.stride[1]}, out, c.stride[0], rows,
-                      columns, k, accumulate, bias ? bias.of(a.type, columns, "bias") : nullptr,
-                      bf16 ? Dtype::bfloat16 : Dtype::float32,
-                      narrow ? Dtype::bfloat16 : Dtype::float32, threads);
+        gemm({at<const void>(a.address), a.stride[0], a.stride[1]},
+             {at<const void>(b.address), b.stride[0], b.stride[1]}, out, c.stride[0], rows, columns,
+             k, accumulate, bias ? bias.of(a.type, columns, "bias") : nullptr,
+             bf16 ? Dtype::bfloat16 : Dtype::float32, narrow ? Dtype::bfloat16 : Dtype::float32,
+             threads);
       },
       unlocked);
   m.def(
       "bias_gelu_fwd",
       [](const Memory& x, const Memory& bias, const Memory& y, int64_t c, int threads) {
         const Dtype dtype = x.dtype("x");
-        fastpar::bias_gelu_fwd(x.of(dtype, x.numel, "x"), bias.floats_or_null(c, "bias"),
-                               y.of(dtype, x.numel, "y"), dtype, x.numel / c, c, threads);
+        bias_gelu_fwd(x.of(dtype, x.numel, "x"), bias.floats_or_null(c, "bias"),
+                      y.of(dtype, x.numel, "y"), dtype, x.numel / c, c, threads);
       },
       unlocked);
   m.def(
@@ -219,17 +196,16 @@ PYBIND11_MODULE(_C, m) {
       [](const Memory& dy, const Memory& x, const Memory& bias, const Memory& dx,
          const Memory& dbias, int64_t c, int threads) {
         const Dtype dtype = x.dtype("x");
-        fastpar::bias_gelu_bwd(dy.of(dtype, x.numel, "dy"), x.of(dtype, x.numel, "x"),
-                               bias.floats_or_null(c, "bias"), dx.of(dtype, x.numel, "dx"),
-                               dbias.floats_or_null(c, "dbias"), dtype, x.numel / c, c, threads);
+        bias_gelu_bwd(dy.of(dtype, x.numel, "dy"), x.of(dtype, x.numel, "x"),
+                      bias.floats_or_null(c, "bias"), dx.of(dtype, x.numel, "dx"),
+                      dbias.floats_or_null(c, "dbias"), dtype, x.numel / c, c, threads);
       },
       unlocked);
   m.def(
       "count_targets",
       [](const Memory& targets, int64_t v, int64_t ignore_index) {
         const void* at = targets.of(Type::i64, targets.numel, "targets");
-        return fastpar::count_targets(static_cast<const int64_t*>(at), targets.numel, v,
-                                      ignore_index);
+        return count_targets(static_cast<const int64_t*>(at), targets.numel, v, ignore_index);
       },
       unlocked);
   m.def(
@@ -239,8 +215,8 @@ PYBIND11_MODULE(_C, m) {
          int threads) {
         const auto rows = cross_entropy_rows(logits, targets, grad, scale, v, ignore_index,
                                              label_smoothing, z_loss);
-        fastpar::cross_entropy_rows(rows, at<void>(grad.address), loss.floats(rows.n, "loss"),
-                                    logits.dtype("logits"), threads);
+        cross_entropy_rows(rows, at<void>(grad.address), loss.floats(rows.n, "loss"),
+                           logits.dtype("logits"), threads);
       },
       unlocked);
   m.def(
@@ -248,9 +224,9 @@ PYBIND11_MODULE(_C, m) {
       [](const View& logits, const Memory& targets, const Memory& max, const Memory& sum,
          const Memory& target_logit, int64_t first, int64_t v, int64_t ignore_index, int threads) {
         const auto rows = cross_entropy_rows(logits, targets, {}, {}, v, ignore_index, 0.0, 0.0);
-        fastpar::cross_entropy_shard(
-            rows, first, max.floats(rows.n, "max"), sum.floats(rows.n, "sum"),
-            target_logit.floats(rows.n, "target_logit"), logits.dtype("logits"), threads);
+        cross_entropy_shard(rows, first, max.floats(rows.n, "max"), sum.floats(rows.n, "sum"),
+                            target_logit.floats(rows.n, "target_logit"), logits.dtype("logits"),
+                            threads);
       },
       unlocked);
   m.def(
@@ -260,8 +236,8 @@ PYBIND11_MODULE(_C, m) {
          int threads) {
         const auto rows =
             cross_entropy_rows(logits, targets, grad, scale, v, ignore_index, 0.0, z_loss);
-        fastpar::cross_entropy_shard_grad(rows, first, lse.floats(rows.n, "lse"),
-                                          at<void>(grad.address), logits.dtype("logits"), threads);
+        cross_entropy_shard_grad(rows, first, lse.floats(rows.n, "lse"), at<void>(grad.address),
+                                 logits.dtype("logits"), threads);
       },
       unlocked);
   m.def(
@@ -271,10 +247,10 @@ PYBIND11_MODULE(_C, m) {
          int64_t first_head, int64_t first_row, int threads) {
         const Dtype dtype = x.dtype("x");
         const int64_t n = samples * heads * rows * cols;
-        fastpar::dropout(x.of(dtype, n, "x"), y.of(dtype, n, "y"), dtype,
-                         mask_block(seed, first_sample, site, threshold, samples, heads, rows, cols,
-                                    first_head, first_row),
-                         threads);
+        dropout(x.of(dtype, n, "x"), y.of(dtype, n, "y"), dtype,
+                mask_block(seed, first_sample, site, threshold, samples, heads, rows, cols,
+                           first_head, first_row),
+                threads);
       },
       unlocked);
   m.def(
@@ -285,7 +261,7 @@ PYBIND11_MODULE(_C, m) {
         const auto block = mask_block(seed, first_sample, site, threshold, samples, heads, rows,
                                       cols, first_head, first_row);
         void* to = keep.of(Type::boolean, samples * heads * rows * cols, "keep");
-        fastpar::keep_mask(static_cast<uint8_t*>(to), block, threads);
+        keep_mask(static_cast<uint8_t*>(to), block, threads);
       },
       unlocked);
   // stats: mean and rstd [2, N], with rms rstd alone [1, N].
@@ -299,15 +275,15 @@ PYBIND11_MODULE(_C, m) {
         const int64_t size = x.numel, c = weight.numel, n = size / c;
         float* rstd = stats.floats(rms ? n : 2 * n, "stats");
         std::vector<float> of_x_bias, of_weight, of_bias;
-        fastpar::layer_norm_fwd(
-            x.of(dtype, n * c, "x"), residual ? residual.of(dtype, size, "residual") : nullptr,
-            row_of(x_bias, c, "x_bias", of_x_bias), row_of(weight, c, "weight", of_weight),
-            row_of(bias, c, "bias", of_bias), sum ? sum.of(dtype, size, "sum") : nullptr,
-            y.of(dtype, size, "y"), rms ? nullptr : rstd, rms ? rstd : rstd + n, dtype, n, c, eps,
-            rms,
-            mask_block(seed, first_sample, site, threshold, samples, heads, rows, c, 0, place[0],
-                       place[1], place[2]),
-            threads);
+        layer_norm_fwd(x.of(dtype, n * c, "x"),
+                       residual ? residual.of(dtype, size, "residual") : nullptr,
+                       row_of(x_bias, c, "x_bias", of_x_bias),
+                       row_of(weight, c, "weight", of_weight), row_of(bias, c, "bias", of_bias),
+                       sum ? sum.of(dtype, size, "sum") : nullptr, y.of(dtype, size, "y"),
+                       rms ? nullptr : rstd, rms ? rstd : rstd + n, dtype, n, c, eps, rms,
+                       mask_block(seed, first_sample, site, threshold, samples, heads, rows, c, 0,
+                                  place[0], place[1], place[2]),
+                       threads);
       },
       unlocked);
   m.def(
@@ -321,7 +297,7 @@ PYBIND11_MODULE(_C, m) {
         const int64_t size = x.numel, c = weight.numel, n = size / c;
         const float* rstd = stats.floats(rms ? n : 2 * n, "stats");
         std::vector<float> of_weight, of_dweight, of_dbias, of_dx_bias;
-        fastpar::layer_norm_bwd(
+        layer_norm_bwd(
             dy.of(dtype, size, "dy"), dsum_out ? dsum_out.of(dtype, size, "dsum_out") : nullptr,
             x.of(dtype, n * c, "x"), row_of(weight, c, "weight", of_weight), rms ? nullptr : rstd,
             rms ? rstd : rstd + n, dsum.of(dtype, size, "dsum"),
@@ -342,9 +318,9 @@ PYBIND11_MODULE(_C, m) {
          const Memory& cu_seqlens, bool causal, float scale, int64_t seed, int64_t first_sample,
          int site_head, int threshold, int64_t first_row, int threads) {
         const AttentionInputs x(q, k, v, cu_seqlens, causal, scale);
-        fastpar::attention_fwd(
-            x.q, x.k, x.v, x.of_queries(o, "o"), x.stats(stats), x.dtype, x.shape,
-            attention_mask(seed, first_sample, site_head, threshold, first_row, x.shape), threads);
+        attention_fwd(x.q, x.k, x.v, x.of_queries(o, "o"), x.stats(stats), x.dtype, x.shape,
+                      attention_mask(seed, first_sample, site_head, threshold, first_row, x.shape),
+                      threads);
       },
       unlocked);
   m.def(
@@ -354,7 +330,7 @@ PYBIND11_MODULE(_C, m) {
          float scale, int64_t seed, int64_t first_sample, int site_head, int threshold,
          int64_t first_row, int threads) {
         const AttentionInputs x(q, k, v, cu_seqlens, causal, scale);
-        fastpar::attention_bwd(
+        attention_bwd(
             x.of_queries(d_o, "do"), x.q, x.k, x.v, x.stats(stats), x.of_queries(dq, "dq"),
             x.of_keys(dk, "dk"), x.of_keys(dv, "dv"), x.dtype, x.shape,
             attention_mask(seed, first_sample, site_head, threshold, first_row, x.shape), threads);
@@ -364,7 +340,7 @@ PYBIND11_MODULE(_C, m) {
       "exp_array",
       [](const Memory& x, const Memory& y) {
         const float* from = x.floats(x.numel, "x");
-        fastpar::dispatch<ExpArray>(fastpar::isa(), from, y.floats(x.numel, "y"), x.numel);
+        dispatch<ExpArray>(isa(), from, y.floats(x.numel, "y"), x.numel);
       },
       unlocked);
   m.def(
@@ -372,9 +348,25 @@ PYBIND11_MODULE(_C, m) {
       [](const Memory& x, const Memory& y, int dtype) {
         const float* from = x.floats(x.numel, "x");
         float* to = y.floats(x.numel, "y");
-        fastpar::with_dtype(fastpar::dtype_of(dtype), [&](auto tag) {
-          fastpar::dispatch<RoundArray<decltype(tag)>>(fastpar::isa(), from, to, x.numel);
+        with_dtype(dtype_of(dtype), [&](auto tag) {
+          dispatch<RoundArray<decltype(tag)>>(isa(), from, to, x.numel);
         });
       },
       unlocked);
+}
+
+}  // namespace
+}  // namespace fastpar
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Compiled kernels of fastpar; see csrc/ops.h for every contract.";
+  m.attr("built_with_cuda") = bool(FASTPAR_CUDA);
+  m.attr("why_without_cuda") = FASTPAR_WITHOUT_CUDA;  // "" with CUDA
+  fastpar::bind_ops(m);
+  fastpar::bind_adamw(m);
+  fastpar::bind_bucket(m);
+  fastpar::bind_shm(m);
+  fastpar::bind_global_norm(m);
+  fastpar::bind_launch(m);
+  fastpar::bind_eager(m);
 }

@@ -7,6 +7,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <vector>
 
 #include "checks.h"
 #include "ops.h"
@@ -16,7 +17,6 @@ namespace fastpar {
 namespace py = pybind11;
 
 using Address = std::uintptr_t;
-using Addresses = std::vector<Address>;
 
 template <class T>
 T* at(Address address) {

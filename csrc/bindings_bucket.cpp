@@ -10,7 +10,7 @@ namespace {
 
 int64_t element_size(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
-// Refuses destinations that meet each other, or another element's source: the result would depend
+// Refuses destinations that overlap each other or another entry's source: the result would depend
 // on the order of the work.
 void refuse_overlap(const std::string& op, const std::vector<BucketRange>& ranges) {
   struct Span {
@@ -48,7 +48,7 @@ void refuse_overlap(const std::string& op, const std::vector<BucketRange>& range
   }
 }
 
-// from[i] to to[i]. Where a list has offsets it is one buffer, in which entry i starts at offset i.
+// Entry i is from[i] and to[i]. A list with offsets is one buffer: its entry i starts at offset i.
 std::vector<BucketRange> checked_ranges(const std::string& op, const std::vector<Memory>& to,
                                         const std::vector<Memory>& from,
                                         const std::vector<int64_t>& to_offsets,
@@ -80,7 +80,7 @@ std::vector<BucketRange> checked_ranges(const std::string& op, const std::vector
   return ranges;
 }
 
-// The shards' memory; each lies apart from out or is out itself.
+// The shards' memory; refuses a shard that overlaps out without being out itself.
 std::vector<const void*> checked_shards(const std::vector<Memory>& shards, const Memory& out) {
   FASTPAR_CHECK(!shards.empty(), "sum_shards: expected at least one shard, got 0; pass one a rank");
   const int64_t n = out.numel;

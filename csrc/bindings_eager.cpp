@@ -1,5 +1,5 @@
-// How an eager call of an op goes on: kernels/op.py [Note: eager calls]. Looked at from Python each
-// argument takes as long as a small kernel's launch takes here.
+// How an eager call of an op continues: kernels/op.py [Note: eager calls]. In Python, checking one
+// argument takes as long as a small kernel's launch.
 #include <array>
 #include <utility>
 
@@ -8,7 +8,7 @@
 namespace fastpar {
 namespace {
 
-// What Python gives once; never destroyed, as Python may be gone before.
+// What Python passes once; never destroyed, because Python may end before.
 struct State {
   PyObject *tensor, *parameter, *has_storage, *peek_transform;
   std::array<PyObject*, 2> stack_sizes;  // of modes for dispatch and for functions
@@ -72,7 +72,7 @@ PyObject* look_at(PyObject*, PyObject* args) {
 }
 
 PyMethodDef look_at_method = {"look_at", look_at, METH_O,
-                              "How an eager call goes on; kernels/op.py look_at()."};
+                              "How an eager call continues; kernels/op.py look_at()."};
 
 }  // namespace
 

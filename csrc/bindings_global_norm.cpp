@@ -42,8 +42,8 @@ void bind_global_norm(py::module_& m) {
       "norm_from_bins",
       [](const Memory& words, double max_norm, double eps, float loss_scale,
          const Memory& loss_scale_at, const Memory& result) {
-        norm_from_bins(words_of(words), norm_clip(max_norm, eps, loss_scale, loss_scale_at),
-                       result.floats(3, "result"));
+        norm_result(words_of(words), norm_clip(max_norm, eps, loss_scale, loss_scale_at),
+                    result.floats(3, "result"));
       },
       unlocked);
 #if FASTPAR_CUDA

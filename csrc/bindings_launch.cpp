@@ -6,7 +6,7 @@
 // CUDA 12.
 //
 // [Note: names by address] A key holds addresses of Python objects (kernel, dtypes, names,
-// layouts). Its entry owns these objects, so that no other one can come to lie there.
+// layouts). Its entry owns these objects, so that no other object can get the same address.
 #include <dlfcn.h>
 
 #include <array>
@@ -53,7 +53,7 @@ struct Entry {
   py::object get_stream, device;
 };
 
-// What Python gives once; never destroyed, as Python may be gone before.
+// What Python passes once; never destroyed, because Python may end before.
 struct State {
   py::object tensor, parameter, first_time, through_triton, settings, data_ptr, dtype, get_device,
       calls, pre_run_hooks;
@@ -111,7 +111,7 @@ bool read_tensor(PyObject* x, Call* call, uint64_t* address) {
     return false;
   }
   call->key.put(*address % 16 == 0 ? 't' : 'u', dtype);
-  Py_DECREF(dtype);  // dtypes live for ever
+  Py_DECREF(dtype);  // dtypes are never freed
   if (call->first == nullptr) call->first = x;
   return true;
 }
@@ -178,7 +178,7 @@ bool read(PyObject* const* args, Py_ssize_t n, PyObject* names, Call* call) {
   return call->key.ok;
 }
 
-// Whether a setting asks for nothing: None, False or a list of hooks that is empty.
+// Whether a setting is off: None, False or an empty list of hooks.
 bool is_quiet(PyObject* setting) {
   if (setting == Py_None || setting == Py_False) return true;
   PyObject* list = PyObject_GetAttr(setting, state->calls.ptr());
@@ -213,12 +213,13 @@ void encode(const Tile& tile, uint64_t address, void* out) {
       out, tile.type, tile.rank, at<void>(address), tile.sizes.data(), tile.strides_bytes.data(),
       tile.box.data(), steps.data(), kNoInterleave, tile.swizzle, kPromotion128Bytes, kZeros);
   if (status != 0) {
-    throw std::runtime_error(concat("launch: expected a descriptor of a tile, got error ", status,
-                                    " of the driver; set FASTPAR_BACKEND=torch"));
+    throw std::runtime_error(concat("launch: the driver refused a descriptor with error ", status,
+                                    "; set FASTPAR_BACKEND=torch"));
   }
 }
 
-// The kernel's parameters: addresses of the values, and of what a tile stands for.
+// The kernel's parameters: addresses of the values, and of each tile's descriptor, sizes and
+// strides.
 struct Parameters {
   alignas(128) std::array<std::array<char, 128>, kMostTiles> maps;
   std::array<std::array<int32_t, kMostDims>, kMostTiles> sizes;
@@ -258,7 +259,7 @@ void launch_again(Entry& entry, Call& call, PyObject* grid) {
   if (!integer_of(PyObject_CallOneArg(entry.get_stream.ptr(), entry.device.ptr()), &stream)) {
     throw py::error_already_set();
   }
-  void* const function = entry.function;  // without the GIL, the entry may go
+  void* const function = entry.function;  // without the GIL, the entry may be removed
   const unsigned threads = entry.threads, shared_bytes = entry.shared_bytes;
   Status status = 0;
   {
@@ -271,7 +272,7 @@ void launch_again(Entry& entry, Call& call, PyObject* grid) {
     const char* text = nullptr;
     if (driver.error_name != nullptr) driver.error_name(status, &text);
     throw std::runtime_error(
-        concat("launch: expected the driver to take a kernel, got error ", status, " (",
+        concat("launch: the driver refused a kernel with error ", status, " (",
                text == nullptr ? "unknown" : text,
                "); the cause may be a kernel before it: repeat with CUDA_LAUNCH_BLOCKING=1"));
   }

@@ -1,4 +1,4 @@
-// What the bindings ask of a tensor, through Python: no torch header is used.
+// Reads tensors through Python: no torch header is used.
 #include <algorithm>
 
 #include "bindings.h"
@@ -10,7 +10,7 @@ constexpr const char* kNames[kTypes + 1] = {
     "float32", "bfloat16", "float16", "float64",       "int64",       "int32",        "int16",
     "int8",    "uint8",    "bool",    "float8_e4m3fn", "float8_e5m2", "another dtype"};
 
-// What Python gives once; never destroyed, as Python may be gone before. The GIL is held.
+// torch's dtypes and names; never destroyed, because Python may end before. The GIL is held.
 struct Names {
   std::array<PyObject*, kTypes> types;
   PyObject *data_ptr, *numel, *is_contiguous, *dtype, *shape, *stride;

@@ -231,7 +231,7 @@ __device__ FASTPAR_INLINE float sum_element(const Shards& shards, int64_t at) {
     }
   }
   float total = 0.0f;
-  bool begun = false;  // from the right: what is left over is added to what stands before it
+  bool begun = false;  // from the right: each remaining sum is added to the one on its left
 #pragma unroll
   for (int l = 0; l < kLevels; ++l) {
     const bool waits = leaves >> l & 1;
@@ -241,9 +241,9 @@ __device__ FASTPAR_INLINE float sum_element(const Shards& shards, int64_t at) {
   return total;
 }
 
-// All lanes of a warp go round the loops together, because NormLane needs them all; those beyond
-// the end add zeros. The blocks' bins meet in `words` by integer atomics, whose order does not
-// show.
+// All lanes of a warp run each loop equally often, because NormLane needs them all; those beyond
+// the end add zeros. Blocks add their bins to `words` by integer atomics, whose order changes
+// nothing.
 template <class Shard, class Out, bool bins>
 __global__ void __launch_bounds__(kThreads)
     sum_shards_kernel(const __grid_constant__ Shards shards, Out* out, int64_t n, int head,

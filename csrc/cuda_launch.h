@@ -1,9 +1,9 @@
 // What every CUDA source shares: launching on a stream, 16-byte accesses, facts about the device.
 //
 // [Note: CUDA without a GPU]
-// With FASTPAR_EMULATED a *_cuda.cu file is plain C++: tests/support/cuda_emulator.h gives the
-// words of CUDA their meaning on a CPU (a block's threads run as fibers, blocks one after another),
-// so the tests run the kernels' own source, barriers and shuffles included. A kernel may therefore
+// With FASTPAR_EMULATED a *_cuda.cu file is plain C++: tests/support/cuda_emulator.h defines CUDA's
+// words for a CPU (a block's threads run as fibers, blocks one after another), so the tests run the
+// kernels' own source, barriers and shuffles included. A kernel may therefore
 // use: static __shared__ arrays of plain types, __syncthreads, the warp functions that the emulator
 // lists with all 32 lanes, integer atomics, one-dimensional grids and blocks (whole warps). It must
 // not let threads return before a barrier that others reach.
@@ -83,9 +83,10 @@ void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, Stream s
   config.stream = static_cast<cudaStream_t>(stream);
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
   if (error != cudaSuccess) {
-    throw std::runtime_error(concat("launch: expected a kernel to start, got ",
-                                    cudaGetErrorString(error), "; ", blocks, " blocks of ", threads,
-                                    " threads"));
+    throw std::runtime_error(concat("launch: a kernel of ", blocks, " blocks of ", threads,
+                                    " threads did not start (", cudaGetErrorString(error),
+                                    "); the cause may be a kernel before it: repeat with "
+                                    "CUDA_LAUNCH_BLOCKING=1"));
   }
 #endif
 }

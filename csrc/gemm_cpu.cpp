@@ -203,14 +203,7 @@ struct Fp32 {
   static constexpr int64_t kBlockBytes = 256 << 10;  // of the panel, walked through for each chunk
   static void begin() {}
   static void end() {}
-  static void pack_a(float* to, const float* from, int64_t lane_stride, int64_t k_stride,
-                     int64_t lanes, int64_t k) {
-    pack_sliver<kMr>(to, from, lane_stride, k_stride, lanes, k);
-  }
-  static void pack_b(float* to, const float* from, int64_t lane_stride, int64_t k_stride,
-                     int64_t lanes, int64_t k) {
-    pack_sliver<kNr>(to, from, lane_stride, k_stride, lanes, k);
-  }
+  static constexpr auto pack_a = pack_sliver<kMr>, pack_b = pack_sliver<kNr>;
   // to[m, n] = slivers of A @ a sliver of B + before.
   static void multiply(const float* a, const float* b, int64_t k, Rows before, Rows to, int64_t m,
                        int64_t n) {
@@ -290,14 +283,7 @@ struct Bf16 {
       }
     }
   }
-  static void pack_a(uint16_t* to, const uint16_t* from, int64_t lane_stride, int64_t k_stride,
-                     int64_t lanes, int64_t k) {
-    pack<false>(to, from, lane_stride, k_stride, lanes, k);
-  }
-  static void pack_b(uint16_t* to, const uint16_t* from, int64_t lane_stride, int64_t k_stride,
-                     int64_t lanes, int64_t k) {
-    pack<true>(to, from, lane_stride, k_stride, lanes, k);
-  }
+  static constexpr auto pack_a = pack<false>, pack_b = pack<true>;
 
   // to[m, n] = slivers of A @ a sliver of B + before.
   static void multiply(const uint16_t* a, const uint16_t* b, int64_t k, Rows before, Rows to,

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <vector>
 
 #include "norm_cpu.h"
 #include "ops.h"
@@ -48,10 +49,6 @@ void norm_bins(const NormRange* ranges, int64_t count, int64_t* words, int threa
 #pragma omp critical(fastpar_norm)
     norm_merge(bins, words);
   }
-}
-
-void norm_from_bins(const int64_t* words, const NormClip& clip, float* result) {
-  norm_result(words, clip, result);
 }
 
 }  // namespace fastpar

@@ -1,8 +1,8 @@
 // [Note: two launches] The partials kernel takes the list of ranges as its argument: Table is as
 // large as CUDA allows, about a thousand ranges; longer lists take one launch per Table. Its blocks
-// take tiles of the ranges in turn and leave one row of bins each. The finish kernel, one block,
-// adds the rows and makes the norm, the factor and the flag of them. Sums are of integers, so
-// neither the number of blocks nor their order shows.
+// take tiles of the ranges in turn and write one row of bins each. The finish kernel, one block,
+// adds the rows and computes the norm, the factor and the flag. Sums are of integers, so neither
+// the number of blocks nor their order changes a bit.
 #include "norm_cuda.h"
 
 namespace fastpar {

@@ -95,7 +95,8 @@ FASTPAR_HOST_DEVICE double norm_bin(const int64_t* words, int bin, bool* zero) {
   return units * bit_cast<double>(exponent << 52);
 }
 
-// Infinities give norm inf, nans nan, as in torch.
+// result[3]: norm (inf with infinities, nan with nans, as in torch), factor for gradients, 1 where
+// the norm is not finite, else 0.
 FASTPAR_HOST_DEVICE void norm_result(const int64_t* words, const NormClip& clip, float* result) {
   double sum = 0.0;
   for (int bin = kNormBins - 1; bin > 0; --bin) {

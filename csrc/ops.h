@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "numeric.h"
 
@@ -213,15 +212,12 @@ struct NormRange {
 // (norm_math.h).
 void norm_bins(const NormRange* ranges, int64_t count, int64_t* words, int threads);
 
-// What is made of a sum of squares: norm = sqrt(sum) / loss_scale and the factor for gradients that
-// clips it, min(1, max_norm / (norm + eps)) / loss_scale. max_norm < 0: no clipping.
+// How norm_result() (norm_math.h) reads a sum of squares: norm = sqrt(sum) / loss_scale, and the
+// factor that clips gradients, min(1, max_norm / (norm + eps)) / loss_scale. max_norm < 0: none.
 struct NormClip {
   double max_norm, eps;
   Factor loss_scale;
 };
-
-// result[3]: norm, factor for gradients, 1 where the norm is not finite and else 0.
-void norm_from_bins(const int64_t* words, const NormClip& clip, float* result);
 
 // Codes of one byte.
 enum class Code : int { int8, e4m3, e5m2 };
@@ -251,10 +247,5 @@ void dequantize_blockwise(const QuantizeBlocks& from, Code code, void* out, Dtyp
 // Asks the allocator to keep freed memory mapped, so that large buffers cause page faults once and
 // not in every step. False where the C library has no such setting.
 bool keep_freed_memory();
-
-// Lets the calling thread and its OpenMP workers, `threads` together, run on these CPUs only; asks
-// each of them where it may run. Linux only: elsewhere an error, and empty lists.
-void bind_workers(const std::vector<int>& cpus, int threads);
-std::vector<std::vector<int>> worker_cpus(int threads);
 
 }  // namespace fastpar

@@ -31,8 +31,8 @@ int64_t norm_rows_cuda(int64_t count);
 // ranges.
 int64_t norm_partials_cuda(const NormRange* ranges, int64_t count, int64_t* rows, Stream stream);
 
-// Sums the rows into words[kNormWords] and makes norm_from_bins' result[3] of them; either may be
-// null. One launch.
+// Sums the rows into words[kNormWords] and writes norm_result()'s result[3]; either may be null.
+// One launch.
 void norm_finish_cuda(const int64_t* rows, int64_t count, const NormClip& clip, int64_t* words,
                       float* result, Stream stream);
 

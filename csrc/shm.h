@@ -77,7 +77,7 @@ class ShmGroup {
   int64_t chunk_bytes_, heap_bytes_;
   std::vector<int> pidfds_;
   double timeout_s_;
-  uint32_t counter_ = 0;  // what this rank's counter stands at
+  uint32_t counter_ = 0;  // the value of this rank's counter
   uint64_t calls_ = 0;
   int parity_ = 0;
   std::atomic<bool> stopped_{false};

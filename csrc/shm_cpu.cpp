@@ -1,20 +1,20 @@
 // Collectives of ranks that share one block of memory.
 //
 // [Note: rounds]
-// A collective is cut into rounds of one chunk a peer. In a round each rank copies what the others
-// need of its tensor into its staging area, says so by advancing its counter, waits until every
-// counter has come as far, and takes what it needs from the others' areas. A chunk is small enough
-// to be still in the last-level cache when it is taken, so main memory sees each tensor about once.
-// Rounds alternate between two staging areas: what a rank overwrites in round r + 2 was taken in
-// round r, and every rank had left round r when it advanced its counter in r + 1
-// (test_many_rounds). All-reduce adds a second exchange to each round, of the sums.
+// A collective is cut into rounds of one chunk per peer. In a round each rank copies the parts that
+// the others need into its staging area, advances its counter, waits until every counter has the
+// same value, and reads its parts from the others' areas. A chunk is small enough to be read from
+// the last-level cache, so each tensor passes through main memory about once. Rounds alternate
+// between two staging areas: a rank overwrites in round r + 2 what was read in round r, and every
+// rank had finished round r when it advanced its counter in r + 1 (test_many_rounds). All-reduce
+// adds a second exchange to each round, of the sums.
 //
 // [Note: waiting]
-// Ranks may be more than cores. A waiting rank spins for some microseconds, then sleeps on the
-// peer's counter (futex), and every kSliceNs it looks whether the peer still lives: the descriptor
-// of a process (pidfd) becomes readable when it ends, however it ends. It looks at all of them, not
-// only at the one it waits for, which may itself be waiting for a dead one. A rank that gives up
-// says why and because of whom, so that every survivor names the same rank.
+// There may be more ranks than cores. A waiting rank spins for some microseconds, then sleeps on
+// the peer's counter (futex), and checks every kSliceNs whether each rank is alive: the descriptor
+// of a process (pidfd) becomes readable when the process ends. It checks all ranks, because the
+// peer may itself be waiting for a dead one. A rank that gives up records the reason and the rank
+// that caused it, so that all survivors name the same rank.
 #include <linux/futex.h>
 #include <poll.h>
 #include <sys/syscall.h>
@@ -39,7 +39,7 @@ constexpr int kSpins = 4000;              // some 20 us
 constexpr int64_t kSliceNs = 50'000'000;  // between two looks at a peer
 constexpr int64_t kPage = 4096;
 
-// Why a rank gave up: the low byte of Control::failed, above it the rank that was the cause.
+// Why a rank gave up: the low byte of Control::failed. The other bytes are the rank that caused it.
 constexpr uint32_t kError = 1;
 constexpr uint32_t kEnded = 2;
 constexpr uint32_t kSilent = 3;
@@ -99,7 +99,7 @@ void pause_cpu() {
 
 }  // namespace
 
-// What a rank says of the collective that it has entered.
+// What a rank tells the others about the collective that it has entered.
 struct ShmGroup::Record {
   uint64_t call;
   int64_t size, tag;
@@ -173,8 +173,8 @@ bool ShmGroup::behind(int peer) const {
   return static_cast<int32_t>(seen - counter_) < 0;
 }
 
-// Throws if `peer` will never come as far as this rank. Its counter is read last: it may have
-// advanced and then ended, which is no failure.
+// Throws if `peer` will never reach this rank's counter. The peer's counter is read last: a peer
+// that advanced it and then ended has not failed.
 void ShmGroup::look_at(int peer) {
   const uint32_t word = control(peer).failed.load();
   pollfd process = {pidfds_[peer], POLLIN, 0};
@@ -184,22 +184,16 @@ void ShmGroup::look_at(int peer) {
   const int culprit = word ? static_cast<int>(word >> 8) : peer;
   const char* advice = "; restart the run from its last checkpoint";
   if (kind == kEnded) {
-    fail(concat(call_, ": expected every rank to live, got the end of rank ", culprit, advice),
-         kind, culprit);
+    fail(concat(call_, ": the process of rank ", culprit, " ended", advice), kind, culprit);
   }
   if (kind == kLeft) {
-    fail(concat(call_, ": expected every rank to take part, got rank ", culprit,
-                " that closed its group", advice),
-         kind, culprit);
+    fail(concat(call_, ": rank ", culprit, " closed its group", advice), kind, culprit);
   }
   if (kind == kSilent) {
-    fail(concat(call_, ": expected every rank to take part, got rank ", peer,
-                " that gave up waiting for rank ", culprit, advice),
-         kind, culprit);
+    fail(concat(call_, ": rank ", peer, " gave up waiting for rank ", culprit, advice), kind,
+         culprit);
   }
-  fail(concat(call_, ": expected every rank to take part, got an error on rank ", peer,
-              "; its own message says why"),
-       kind, peer);
+  fail(concat(call_, ": rank ", peer, " failed; its own message says why"), kind, peer);
 }
 
 void ShmGroup::wait_for(int peer) {
@@ -219,9 +213,7 @@ void ShmGroup::wait_for(int peer) {
     at.sleepers.fetch_sub(1);
     if (!behind(peer)) return;
     if (stopped_.load()) {
-      fail(concat(call_,
-                  ": expected an open group, got close() before the operation ended; "
-                  "wait for its handle first"),
+      fail(concat(call_, ": the group was closed during the operation; wait for its handle first"),
            kLeft, rank_);
     }
     for (int r = 0; r < world_; ++r) {
@@ -229,8 +221,8 @@ void ShmGroup::wait_for(int peer) {
     }
     const double waited = std::chrono::duration<double>(Clock::now() - start).count();
     if (waited > timeout_s_) {
-      fail(concat(call_, ": expected rank ", peer, " within timeout_s=", timeout_s_, ", got ",
-                  waited, " s of silence; restart the run from its last checkpoint"),
+      fail(concat(call_, ": rank ", peer, " did not arrive within timeout_s=", timeout_s_,
+                  "; restart the run from its last checkpoint"),
            kSilent, peer);
     }
   }
@@ -245,19 +237,17 @@ void ShmGroup::exchange() {
   }
 }
 
-// Enters a collective: every rank must mean the same one. Returns whether x lies at one place of
-// every rank's heap; tensors are then ready to be read by the others.
+// Enters a collective; throws unless every rank has called the same one. Returns whether x has the
+// same place in every rank's heap: then the others may read it there.
 bool ShmGroup::begin(const char* name, int64_t size, const char* element, int detail, int64_t tag,
                      const void* x, bool in_place) {
   call_ = concat("ShmCollectives.", name);
   if (!broken_.empty()) {
-    throw std::runtime_error(concat(call_,
-                                    ": expected a working group, got one that failed before (",
-                                    broken_, "); make a new one"));
+    throw std::runtime_error(
+        concat(call_, ": the group has failed before (", broken_, "); make a new one"));
   }
   if (stopped_.load()) {
-    throw std::runtime_error(
-        concat(call_, ": expected an open group, got one after close(); make a new one"));
+    throw std::runtime_error(concat(call_, ": the group was closed; make a new one"));
   }
   const char* address = static_cast<const char*>(x);
   const bool mine_in_heap = address >= heap() && address < heap() + heap_bytes_;
@@ -293,7 +283,7 @@ void ShmGroup::all_reduce_of(T* x, int64_t n, bool mean, bool in_heap) {
   const int divisor = mean ? world_ : 1;
   std::vector<const T*> from(world_);
   if (in_heap) {
-    // Each rank sums one part of the tensor where it lies, then takes the others' parts.
+    // Each rank sums one part of the tensor in place, then copies the others' parts.
     const int64_t part = round_up((n + world_ - 1) / world_, 64);
     const auto begin = [&](int r) { return std::min(n, r * part); };
     const auto theirs = [&](int r) {
@@ -388,8 +378,8 @@ void ShmGroup::all_gather(void* out, const void* x, int64_t n, ShmElement elemen
   const char* mine = static_cast<const char*>(x);
   const int64_t bytes = n * element.bytes;
   const bool in_place = mine == to + rank_ * bytes;
-  // Without staging if the others can read this rank's part where it lies: in its place in out, or
-  // at one place of every heap.
+  // Without staging if the others can read this rank's part in its place: within out, or at the
+  // same place of every heap.
   const char* read = in_place ? to : mine;
   if (begin("all_gather", n, element.name, 0, tag, read, in_place)) {
     if (!in_place) std::memcpy(to + rank_ * bytes, mine, bytes);

@@ -17,7 +17,7 @@ namespace {
 
 const char* const kNames[] = {"baseline", "avx2", "avx512", "amx"};
 
-// The processor's tiles and their bf16 products; Linux asks each process to ask for the registers.
+// The processor's tiles and their bf16 products; Linux wants each process to request the registers.
 bool find_amx() {
 #if FASTPAR_AMX && defined(__linux__)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;

@@ -38,7 +38,7 @@ namespace fastpar {
 // amx: as avx512, and products of bf16 on tiles of registers.
 enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2, amx = 3 };
 
-// The instruction set in use: the best that the machine supports, or what set_isa() asked for.
+// The instruction set in use: the best that the machine supports, or the argument of set_isa().
 // isa() is of vectors: avx512 for amx.
 Isa isa();
 std::string isa_name();

@@ -1,8 +1,8 @@
 // The order in which the values of several ranks are added, everywhere on a CPU.
 //
 // [Note: the tree] Neighbours first, ((r0 + r1) + (r2 + r3)) + ((r4 + r5) + (r6 + r7)); where the
-// ranks are not a power of two, the largest power of two below them stands on the left and the rest
-// is a tree of its own on the right: (r0 + r1) + r2. Ranks that each hold the tree of equally many
+// ranks are not a power of two, the largest power of two below them is on the left and the rest is
+// a tree of its own on the right: (r0 + r1) + r2. Ranks that each hold the tree of equally many
 // values (micro-batches) then have, together, the tree of all: the bits do not depend on how many
 // ranks the values were spread over (test_ranks_that_hold_trees_of_their_own).
 // csrc/bucket_cuda.cu, kernels/bucket.py and fastpar/comm/collectives.py add in the same order.

@@ -56,7 +56,7 @@ _LOST_PEER_TEXTS = (
     *("Connection closed by peer", "Connection reset by peer", "Connection refused"),
     *("Broken pipe", "Socket closed", "NCCL communicator was aborted", "remote process exited"),
     # csrc/shm_cpu.cpp:
-    *("got the end of rank", "that closed its group", "that gave up waiting for rank"),
+    *(": the process of rank", " closed its group", " gave up waiting for rank"),
     "; its own message says why",
 )
 

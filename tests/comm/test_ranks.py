@@ -233,7 +233,7 @@ def test_who_is_a_rank_and_who_has_lost_one(monkeypatch):
     assert (ranks.is_rank(), ranks.launched_here()) == (True, False)
     gloo = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"
     assert ranks.lost_peer(RuntimeError(f"Engine: rank 0 failed while ... ({gloo})"))
-    shm = "all_reduce: expected every rank to live, got the end of rank 1; restart the run"
+    shm = "all_reduce: the process of rank 1 ended; restart the run from its last checkpoint"
     assert ranks.lost_peer(RuntimeError(shm))
     assert not ranks.lost_peer(RuntimeError("out of memory"))
     source = (Path(__file__).parents[2] / "csrc/shm_cpu.cpp").read_text()

@@ -109,13 +109,13 @@ def test_unlike_calls_are_errors_on_every_rank(call, named):
     outcomes = run_ranks(rank, 2)
     for first, later in outcomes:
         assert "the same call on every rank, got " in first or "its own message" in first
-        assert "barrier: expected a working group, got one that failed before" in later
+        assert "barrier: the group has failed before (" in later
     assert any(named in first for first, _ in outcomes)
 
 
 def silent():
     c = make(timeout_s=0.3)
-    words = r"expected rank 1 within timeout_s=0.3, got .* s of"
+    words = r"barrier: rank 1 did not arrive within timeout_s=0.3; restart the run"
     if c.rank == 0:
         with pytest.raises(RuntimeError, match=words):
             c.barrier()
@@ -164,7 +164,7 @@ def test_a_killed_rank_is_an_error_on_the_others(victim):
             assert isinstance(outcome, Exception)
             continue
         message, seconds, mapped = outcome
-        assert f"expected every rank to live, got the end of rank {victim};" in message
+        assert f": the process of rank {victim} ended; restart the run" in message
         assert seconds < 10
         assert mapped
         assert not any(blocks(p) & mapped for p in os.listdir("/proc") if p.isdigit())
@@ -231,7 +231,7 @@ def closes_early(closed):
     c.barrier()
     if c.rank == 1:
         assert closed.wait(30)
-        with pytest.raises(RuntimeError, match=r"got rank 0 that closed its group"):
+        with pytest.raises(RuntimeError, match=r"all_reduce: rank 0 closed its group;"):
             c.all_reduce(torch.ones(3_000_000))
         return
     handle = c.all_reduce(torch.ones(3_000_000), async_op=True)
@@ -240,8 +240,7 @@ def closes_early(closed):
     c.close()
     closed.set()
     # Under way, or not begun yet.
-    after = r"got close\(\) before the operat|the group was closed|got one after close"
-    with pytest.raises(RuntimeError, match=after):
+    with pytest.raises(RuntimeError, match=r"the group was closed( during the operation)?; "):
         handle.wait()
     with pytest.raises(RuntimeError, match=r"barrier: the group was closed; make"):
         c.barrier()

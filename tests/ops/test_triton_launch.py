@@ -295,10 +295,10 @@ assert again() == (1, 0)
 MORE = 1  # a Triton whose kernels take one parameter more
 assert again(BLOCK=128) == again(BLOCK=128) == again(BLOCK=128) == (0, 1)
 MORE = 0
-for result, words in ((700, "the driver to take a kernel, got error 700 .CUDA_ERROR_OF_A_TEST"),
-                      (2, "a descriptor of a tile, got error 2")):
+for result, words in ((700, "a kernel with error 700 .CUDA_ERROR_OF_A_TEST"),
+                      (2, "a descriptor with error 2")):
     fake.set("result", result)
-    with pytest.raises(RuntimeError, match="launch: expected " + words):
+    with pytest.raises(RuntimeError, match="launch: the driver refused " + words):
         again()
 fake.set("result", 0)
 assert again() == (1, 0)

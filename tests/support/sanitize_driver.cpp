@@ -198,7 +198,7 @@ void run_norm(const std::vector<int64_t>& sizes, int64_t offset, int threads) {
   norm_bins(ranges.data(), static_cast<int64_t>(ranges.size()), words, threads);
   digest.fold(words, sizeof(words), 8);
   Memory result(3, 4);
-  norm_from_bins(words, {1.0, 1e-6, {1.0F, nullptr}}, result.floats());
+  norm_result(words, {1.0, 1e-6, {1.0F, nullptr}}, result.floats());
 }
 
 void run_quantize(const std::vector<int64_t>& sizes, int64_t offset, int threads) {

@@ -287,13 +287,13 @@ def test_sample_from_nanogpts_file(here, capsys):
 
 
 def test_a_rank_says_which_other_one_is_gone_and_when(monkeypatch, capsys):
-    error = RuntimeError("all_reduce: got the end of rank 3, that closed its group\nmore")
+    error = RuntimeError("all_reduce: the process of rank 3 ended; rank 4 closed its group\nmore")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(os, "_exit", lambda status: None)
     in_step(7)
     assert cli._leave(error) == 3
-    words = "rank 1 stopped in step 7: another rank has ended (all_reduce: got the end of rank 3, t"
+    words = "rank 1 stopped in step 7: another rank has ended (all_reduce: the process of rank 3 en"
     assert capsys.readouterr().err.startswith(words)
     activity().step = None
 
