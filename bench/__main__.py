@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from bench import records
 from bench.records import RESULTS, SCRATCH, ResultFile, device_of, homes, machine, machine_line
@@ -50,8 +51,11 @@ def limit_of(name: str, device: str) -> float:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = records.parser_of("bench", __doc__, device=True, rows=True)
+    parser = records.parser_of("bench", __doc__, device=True)
     parser.add_argument("names", nargs="*", metavar="name[:case]", help=", ".join(names()))
+    parser.add_argument("--quick", action="store_true", help="tiny shapes: does the code run?")
+    parser.add_argument("--out", type=Path, help="JSON file the rows are merged into")
+    parser.add_argument("--commit-results", action="store_true", help="write to bench/results")
     parser.add_argument("--time-limit", type=float, help="seconds for each bench")
     parser.add_argument("--here", action="store_true", help="in this process, without a limit")
     args = parser.parse_args(argv)
@@ -62,7 +66,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise ValueError(
                 f"bench: expected one of {', '.join(names())}, got name={name}; choose one of these"
             )
-    records.check_out(args, "bench")
+    if args.commit_results and (args.quick or args.out):
+        raise ValueError(
+            "bench: expected full shapes and no --out with --commit-results, got "
+            f"quick={args.quick} out={args.out}; tiny shapes are no results"
+        )
     if args.out is None:
         folder = RESULTS if args.commit_results else SCRATCH / ("quick" if args.quick else "full")
         args.out = records.default_path(machine(args.device), folder)

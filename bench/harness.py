@@ -24,6 +24,8 @@ from fastpar.doctor.trial import Call, Timing, clock_for, interleave, synchroniz
 from fastpar.predict.machine import Ceilings, measure_ceilings
 from fastpar.testing import assert_matches_oracle
 
+Inputs = tuple[Any, ...]
+Calls = Mapping[str, Sequence[Call]]
 # A peer must compute the same function; how well it rounds is not ours to judge. Sums over
 # thousands of rows one after another, as torch.compile writes them on a CPU, lose an fp32 digit.
 PEER_FACTOR = {torch.float32: 64.0, torch.bfloat16: 8.0}
@@ -42,7 +44,7 @@ class Case:
     """
 
     name: str
-    make_inputs: Callable[[torch.Generator, bool], tuple[Any, ...]]
+    make_inputs: Callable[[torch.Generator, bool], Inputs]
     variants: dict[str, Callable[..., Any]]
     oracle: Callable[..., Any] | None
     dtype: torch.dtype
@@ -77,16 +79,8 @@ class Bench:
         self.ceilings = self.ceilings or measure_ceilings(self.device, self.quick)
 
     def row(self, case: str, direction: str, variant: str, dtype: torch.dtype, **values) -> Row:
-        return Row(
-            bench=self.name,
-            case=case,
-            direction=direction,
-            variant=variant,
-            device=self.device,
-            dtype=str(dtype).removeprefix("torch."),
-            threads=torch.get_num_threads(),
-            **values,
-        )
+        form, threads = str(dtype).removeprefix("torch."), torch.get_num_threads()
+        return Row(self.name, case, direction, variant, self.device, form, threads, **values)
 
     def timed_row(
         self,
@@ -164,7 +158,7 @@ class Bench:
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
-    def _input_sets(self, case: Case) -> list[tuple[Any, ...]]:
+    def _input_sets(self, case: Case) -> list[Inputs]:
         """Two to 64 input sets: 256 MB, so that no bandwidth is that of a warm cache."""
         generator = torch.Generator(self.device).manual_seed(1)
         sets = [case.make_inputs(generator, self.quick)]
@@ -175,12 +169,7 @@ class Bench:
         return sets + [case.make_inputs(generator, self.quick) for _ in range(count - 1)]
 
     def _judge(
-        self,
-        case: Case,
-        name: str,
-        function: Callable[..., Any],
-        direction: str,
-        inputs: tuple[Any, ...],
+        self, case: Case, name: str, function: Callable[..., Any], direction: str, inputs: Inputs
     ) -> None:
         """Raises unless the variant agrees with the oracle; see [Note: the gate]."""
         if case.oracle is None or name in ("eager", *case.unjudged):
@@ -192,31 +181,16 @@ class Bench:
         eager = case.yardstick or case.variants["eager"]
         if "eager" in case.in_place:  # each has to see what the first one saw
             judged, eager = on_copies(judged), on_copies(eager)
-        assert_matches_oracle(
-            judged,
-            case.oracle,
-            inputs,
-            eager=eager,
-            grad=grad,
-            factor=2.0 if name.startswith("fastpar") else PEER_FACTOR[case.dtype],
-        )
+        factor = 2.0 if name.startswith("fastpar") else PEER_FACTOR[case.dtype]
+        assert_matches_oracle(judged, case.oracle, inputs, eager=eager, grad=grad, factor=factor)
 
-    def measure(
-        self,
-        case: Case,
-        direction: str,
-        calls: Mapping[str, Sequence[Call]],
-        refused: Mapping[str, str],
-    ) -> None:
+    def measure(self, case: Case, direction: str, calls: Calls, refused: Mapping[str, str]) -> None:
         """Time the calls in turn and write a row for each, and one for each refused variant."""
         timings: dict[str, Timing] = {}
         if calls:
-            timings = interleave(
-                calls,
-                self.clock,
-                budget_s=(0.05 if self.quick else 0.4) * len(calls),
-                min_runs=2 if self.quick else 7,
-            )
+            seconds, least = (0.05, 2) if self.quick else (0.4, 7)
+            budget_s = seconds * len(calls)
+            timings = interleave(calls, self.clock, budget_s=budget_s, min_runs=least)
         base = timings.get(case.baseline)
         rows = []
         for name, timing in timings.items():
@@ -229,36 +203,30 @@ class Bench:
             moved = case.own_bytes.get(name, case.bytes_moved.get(direction))
             self.rate(row, moved, case.flops.get(direction))
             rows.append(row)
-        rows += [
-            self.row(case.name, direction, name, case.dtype, refused=why)
-            for name, why in refused.items()
-        ]
+        for name, why in refused.items():
+            rows.append(self.row(case.name, direction, name, case.dtype, refused=why))
         self.add(*rows)
 
     def rate(self, row: Row, bytes_moved: float | None, flops: float | None) -> None:
         """Fill in GB/s, TFLOP/s and the percent of this process's own ceiling."""
         assert row.median_ms is not None
         assert self.ceilings is not None
+        copy_gb_per_s, tflop_per_s, matmul = self.ceilings
         if bytes_moved:
             row.gb_per_s = bytes_moved / row.median_ms / 1e6
-            row.percent_of_ceiling = 100 * row.gb_per_s / self.ceilings.copy_gb_per_s
-            row.ceiling = f"copy {self.ceilings.copy_gb_per_s:.0f} GB/s"
+            row.percent_of_ceiling = 100 * row.gb_per_s / copy_gb_per_s
+            row.ceiling = f"copy {copy_gb_per_s:.0f} GB/s"
         if flops:
             row.tflop_per_s = flops / row.median_ms / 1e9
-            row.percent_of_ceiling = 100 * row.tflop_per_s / self.ceilings.matmul_tflop_per_s
-            row.ceiling = (
-                f"matmul {self.ceilings.matmul} {self.ceilings.matmul_tflop_per_s:.3g} TFLOP/s"
-            )
+            row.percent_of_ceiling = 100 * row.tflop_per_s / tflop_per_s
+            row.ceiling = f"matmul {matmul} {tflop_per_s:.3g} TFLOP/s"
 
 
-def bind(
-    function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], direction: str
-) -> list[Call]:
+def bind(function: Callable[..., Any], inputs: Sequence[Inputs], direction: str) -> list[Call]:
     """One call without arguments per input set: forward under no_grad, with its backward, or the
-    backward alone of a forward that ran once.
-    """
+    backward alone of a forward that ran once."""
 
-    def forward(args: tuple[Any, ...]) -> Call:
+    def forward(args: Inputs) -> Call:
         args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
 
         def call() -> Any:
@@ -267,7 +235,7 @@ def bind(
 
         return call
 
-    def with_gradients(args: tuple[Any, ...]) -> Call:
+    def with_gradients(args: Inputs) -> Call:
         leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
         outputs = _tensors(function(*args))
         # A loss gets 1, as in training: ops may spare themselves that product.

@@ -137,9 +137,9 @@ def homes() -> dict[str, str]:
 
 
 def parser_of(
-    name: str, description: str | None, *, device: bool = False, rows: bool = False
+    name: str, description: str | None, *, device: bool = False
 ) -> argparse.ArgumentParser:
-    """Of a command. device: it runs on a CPU or a GPU; rows: it writes a file of results."""
+    """Of a command. device: it runs on a CPU or a GPU."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {name}",
         description=description,
@@ -148,20 +148,7 @@ def parser_of(
     if device:
         how = "default: cuda if there is a GPU"
         parser.add_argument("--device", choices=("cpu", "cuda"), help=how)
-    if rows:
-        parser.add_argument("--quick", action="store_true", help="tiny shapes: does the code run?")
-        parser.add_argument("--out", type=Path, help="JSON file the rows are merged into")
-        parser.add_argument("--commit-results", action="store_true", help="write to bench/results")
     return parser
-
-
-def check_out(args: argparse.Namespace, command: str) -> None:
-    """Refuses options of parser_of(rows=True) that do not go together."""
-    if args.commit_results and (args.quick or args.out):
-        raise ValueError(
-            f"{command}: expected full shapes and no --out with --commit-results, got "
-            f"quick={args.quick} out={args.out}; tiny shapes are no results"
-        )
 
 
 def device_of(args: argparse.Namespace, command: str) -> str:

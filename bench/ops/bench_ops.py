@@ -201,7 +201,7 @@ def cross_entropy(bench: Bench) -> Iterator[Case]:
     others: dict[str, Callable[..., Any]] = {  # leaves are refused; a view is none, copies nothing
         ours: lambda x, targets: kernels.cross_entropy(x.view(x.shape), targets, inplace=True)
     }
-    others |= packages.cross_entropies() if bench.device == "cuda" else {}
+    others |= packages.liger("cross_entropy") if bench.device == "cuda" else {}
     how: dict[str, Any] = {"track_peak": True, "in_place": (ours, "liger")}
     for N, V in of_device(bench, [(16384, 50304)], [(512, 50304), (2048, 4096)], [(64, 640)]):
         make = functools.partial(cases.loss_of_logits, V=V, how="every row")
@@ -217,7 +217,7 @@ def linear_cross_entropy(bench: Bench) -> Iterator[Case]:
         options = torch.nn.LinearCrossEntropyOptions()  # without them it makes full logits
         others["torch chunked"] = functools.partial(F.linear_cross_entropy, options=options)
     if bench.device == "cuda":
-        others |= packages.linear_cross_entropies()
+        others |= packages.liger("fused_linear_cross_entropy")
     for N, C, V in of_device(bench, on_gpu, on_cpu, [(128, 64, 640)]):
         make = functools.partial(cases.loss_of_products, C=C, V=V, how="every row")
         how: dict[str, Any] = {"track_peak": True}
@@ -231,9 +231,8 @@ def linear_cross_entropy(bench: Bench) -> Iterator[Case]:
 
 
 def plain_norm(bench: Bench, rows: int, C: int, rms: bool, **how: Any) -> Case:
-    others = {}
-    if bench.device == "cuda":
-        others = packages.rms_norms() if rms else packages.layer_norms()
+    name = "rms_norm" if rms else "layer_norm"
+    others = packages.liger(name) if bench.device == "cuda" else {}
     make = functools.partial(cases.norm, C=C, rms=rms)
     return at_rows(bench, make, rows, 512, others, **how)
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-LIGER = "liger_kernel.transformers.functional"
-
 
 def installed(module: str, name: str) -> Callable[..., Any]:
     """module.name, or a function that raises ImportError when it is called."""
@@ -30,29 +28,17 @@ def _first(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
-def layer_norms() -> dict[str, Callable[..., Any]]:
-    """Functions of (x, weight, bias)."""
-    op = installed(LIGER, "liger_layer_norm")
-    return {"liger": lambda x, weight, bias: op(x, weight, bias, 1e-5)}
-
-
-def rms_norms() -> dict[str, Callable[..., Any]]:
-    """Functions of (x, weight)."""
-    op = installed(LIGER, "liger_rms_norm")
-    # In place it would overwrite the gradient that the other variants are given too.
-    return {"liger": lambda x, weight: op(x, weight, 1e-6, in_place=False)}
-
-
-def cross_entropies() -> dict[str, Callable[..., Any]]:
-    """Functions of (logits, targets) that overwrite logits with their gradient."""
-    op = installed(LIGER, "liger_cross_entropy")
-    return {"liger": lambda logits, targets: _first(op(logits, targets))}
-
-
-def linear_cross_entropies() -> dict[str, Callable[..., Any]]:
-    """Functions of (x, weight, targets)."""
-    op = installed(LIGER, "liger_fused_linear_cross_entropy")
-    return {"liger": lambda x, weight, targets: _first(op(x, weight, targets))}
+def liger(name: str) -> dict[str, Callable[..., Any]]:
+    """Liger's function liger_<name>; cross_entropy overwrites the logits with their gradient."""
+    op = installed("liger_kernel.transformers.functional", f"liger_{name}")
+    found: dict[str, Callable[..., Any]] = {
+        "layer_norm": lambda x, weight, bias: op(x, weight, bias, 1e-5),
+        # In place it would overwrite the gradient that the other variants read too.
+        "rms_norm": lambda x, weight: op(x, weight, 1e-6, in_place=False),
+        "cross_entropy": lambda logits, targets: _first(op(logits, targets)),
+        "fused_linear_cross_entropy": lambda x, weight, targets: _first(op(x, weight, targets)),
+    }
+    return {"liger": found[name]}
 
 
 def attentions(dropout_p: float) -> dict[str, Callable[..., Any]]:

@@ -17,11 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bench.records import RESULTS, machine, machine_line, parser_of
 from bench.report.tables import markdown
 from bench.systems import links
+from bench.systems.steps import batch
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar.axes import grid as grid_axis
 from fastpar.axes.step import CommOp, Setup, Workload
@@ -64,10 +63,7 @@ class LinkedRank:
     def step(self, number: int) -> tuple[float, float]:
         """ms and loss, of the same batch of all ranks in every layout."""
         start = time.perf_counter()
-        generator = torch.Generator().manual_seed(number)
-        idx = torch.randint(SHAPE.vocab_size, (B, SHAPE.block_size + 1), generator=generator)
-        mine = idx.chunk(self.mesh.dp_size)[self.mesh.dp_rank]
-        loss = self.model(mine[:, :-1], mine[:, 1:])
+        loss = self.model(*batch(SHAPE, number, self.mesh.dp_rank, self.mesh.dp_size, B))
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import fastpar
 from bench.peers import pipeline
-from bench.peers.contenders import NAMES, PP, build
+from bench.peers.contenders import NAMES, PP, build, update_error
 from bench.peers.stock import stock_model
 from bench.records import RESULTS, machine, machine_line, parser_of, version_of
 from bench.report.tables import markdown
@@ -299,10 +299,8 @@ def error_of(program: Program, way: Way) -> float:
         start = _named(fastpar.GPT(GPT2, seed=0).named_parameters())
     else:
         start, exact = _exact(program)
-    names = [n for n in exact if n in found]
-    wrong = sum(float((found[n] - exact[n]).square().sum()) for n in names)
-    moved = sum(float((exact[n] - start[n][: len(exact[n])]).square().sum()) for n in names)
-    return (wrong / moved) ** 0.5
+    start = {name: start[name][: len(exact[name])] for name in exact}
+    return update_error(iter(found.items()), exact, start)
 
 
 # Programs of layouts that have ways of their own: (way, figure).
