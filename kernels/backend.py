@@ -223,17 +223,14 @@ def run_compiled(name: str, cuda: bool, x: Tensor, *args: Any) -> None:
 # Whether launches for tensors on the CPU and the meta device are recorded instead of run:
 # fastpar/doctor/trial.py sets it.
 recording = False
-_has_triton: bool = importlib.util.find_spec("triton") is not None
+# Found at import: torch.compile warns about functools.cache.
+has_triton: bool = importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
 def triton_module(name: str) -> Any:
     """A module of Triton kernels by its path below kernels/, imported at first use."""
     return importlib.import_module(f"fastpar.kernels.{name}")
-
-
-def _triton_found() -> bool:
-    return _has_triton  # found at import: torch.compile warns about functools.cache
 
 
 def use_triton(op: str, x: Tensor) -> bool:
@@ -254,7 +251,7 @@ def use_triton(op: str, x: Tensor) -> bool:
                 "FASTPAR_BACKEND=triton (or a CPU tensor with TRITON_INTERPRET=1), got "
                 f"device={x.device.type} dtype={x.dtype}; unset FASTPAR_BACKEND"
             )
-    if able and not _triton_found():
+    if able and not has_triton:
         raise RuntimeError(
             f"{op}: expected Triton for tensors on {x.device}, got no triton package; "
             "`pip install triton`, or set FASTPAR_BACKEND=torch for plain PyTorch"
@@ -273,10 +270,9 @@ def runs_triton(x: Tensor) -> bool:
 def keep_freed_memory() -> bool:
     """Keeps freed CPU memory mapped in this process; returns whether the C library supports it.
 
-    By default glibc maps and unmaps the large buffers of a training step again and again, so every
-    step pays their page faults. Afterwards the heap only grows, in the first steps, to slightly
-    more than the peak of live memory. This cannot be undone, so an application calls it (the
-    trainer does), never a library on import.
+    By default glibc maps and unmaps the large buffers of every training step, at the cost of page
+    faults. Afterwards the heap grows to slightly more than the peak of live memory. This cannot be
+    undone, so an application calls it (the trainer does), never a library on import.
     """
     return _C is not None and _C.keep_freed_memory()
 
@@ -313,7 +309,7 @@ def _on_cuda(cpu: str, gpu: str) -> tuple[str, str]:
         return "refused", "FASTPAR_BACKEND=cpp is for CPU tensors; unset it"
     if "cuda: " in gpu and cuda_kernels is None:
         return "refused", f"the module is without CUDA ({_why_without_cuda()}); {_WITH_CUDA}"
-    if "triton: " in gpu and not _triton_found():
+    if "triton: " in gpu and not has_triton:
         return "refused", "no triton package; `pip install triton`, or set FASTPAR_BACKEND=torch"
     return gpu, _FASTEST if "torch" in gpu else ""
 

@@ -40,7 +40,6 @@ def _is_compiled(op: str, x: Tensor) -> bool:
 
 
 def _scaled(x: Tensor, scale: float, at: Tensor | None) -> Tensor:
-    """x * scale in fp32, for the composed path."""
     return x.float() * (scale if at is None else at)
 
 
@@ -177,10 +176,13 @@ def _check_flat(op: str, flat: Tensor) -> None:
         )
 
 
-def _place(
+def _places(
     op: str, flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int] | None
 ) -> list[int]:
-    """Checked offsets of the tensors in flat."""
+    """Offsets of the tensors in flat; refuses tensors that do not fit."""
+    _check_flat(op, flat)
+    _check_list(op, "flat", [flat], flat.device)
+    _check_list(op, "tensors", tensors, flat.device)
     sizes = [t.numel() for t in tensors]
     if offsets is None:
         if sum(sizes) != flat.numel():
@@ -225,10 +227,7 @@ def pack_(
     Deterministic: yes, bitwise, for any number of threads, device and instruction set.
     Oracle: fastpar.kernels.reference.pack_ref
     """
-    _check_flat("pack_", flat)
-    _check_list("pack_", "flat", [flat], flat.device)
-    _check_list("pack_", "tensors", tensors, flat.device)
-    places = _place("pack_", flat, tensors, offsets)
+    places = _places("pack_", flat, tensors, offsets)
     factor, at = _split_scale("pack_", scale, flat.device)
     if tensors:
         _pack_op(flat, list(tensors), places, factor, at)
@@ -249,11 +248,8 @@ def unpack_(
     Deterministic: yes, bitwise, for any number of threads, device and instruction set.
     Oracle: fastpar.kernels.reference.unpack_ref
     """
-    _check_flat("unpack_", flat)
-    _check_list("unpack_", "flat", [flat], flat.device)
-    _check_list("unpack_", "tensors", tensors, flat.device)
+    places = _places("unpack_", flat, tensors, offsets)
     _check_writable("unpack_", "tensors", tensors)
-    places = _place("unpack_", flat, tensors, offsets)
     factor, at = _split_scale("unpack_", scale, flat.device)
     if tensors:
         _unpack_op(list(tensors), flat, places, factor, at)

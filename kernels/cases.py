@@ -8,13 +8,9 @@ To add an op, write a maker: a function of (rows, size, device, more) that yield
 first, then hostile ones; with more=True also those that only tests and the ledger of errors need.
 `size` is the last dimension, 0 if it is irrelevant. `@makes("my_op")` adds the maker to the table.
 
-[Note: errors] An error is measured against fp64. It is judged in two ways. Errors.bound, the 2x
-rule, is for proofs on a machine: twice the error of plain PyTorch in the same dtype there.
-allowed() comes from arithmetic alone, and holds on every machine: each step of the oracle is
-rounded once to the dtype, sums of n terms by sqrt(n) more fp32 roundings, at random, and the
-results are compared with the exact ones. So an error is roundings times the condition of the
-inputs. n roundings add up to sqrt(n) of them, times a factor that exceeds LAMBDA in one of
-thousands of cases (Higham and Mary 2019, doi 10.1137/18M1226312).
+An error is measured against fp64 and judged by Errors.bound, the 2x rule: twice the error of plain
+PyTorch in the same dtype on the same machine. Tests also judge it by arithmetic alone, from
+OpCase's formula, inner and stores (tests/support/roundings.py).
 """
 
 import functools
@@ -26,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar import kernels
 from fastpar.kernels import Rng, backend, make_key, reference
@@ -85,13 +80,13 @@ def measure_errors(
         assert same, f"{name}: expected the oracle's infinities and NaNs"
         magnitude = exact[finite].abs().max().item() if finite.any() else 0.0
         rounding = 0.5 * torch.finfo(got.dtype).eps * magnitude
-        measured[name] = Errors(_distance(got, exact), _distance(plain, exact), rounding)
+        measured[name] = Errors(largest_error(got, exact), largest_error(plain, exact), rounding)
     if any(errors.max > errors.bound for errors in measured.values()):
         for draw in range(3):  # one draw of few elements may leave little
             moved = [_rounded(x, draw) for x in inputs]
             values = evaluate(ref, moved, grad, double=True)
             for name, errors in measured.items():
-                change = _distance(values[name], truth[name])
+                change = largest_error(values[name], truth[name])
                 measured[name] = errors._replace(condition=max(change, errors.condition))
     return measured
 
@@ -107,7 +102,8 @@ def _rounded(x: Any, seed: int) -> Any:
     return moved.requires_grad_(x.requires_grad)
 
 
-def _distance(value: Tensor, exact: Tensor) -> float:
+def largest_error(value: Tensor, exact: Tensor) -> float:
+    """The largest difference where exact is finite; inf if value is not finite there."""
     difference = (value.double() - exact)[exact.isfinite()].abs().nan_to_num(nan=float("inf"))
     return difference.max().item() if difference.numel() else 0.0
 
@@ -138,114 +134,10 @@ def evaluate(
     return results
 
 
-LAMBDA = 2.0  # times the effect of DRAWS draws of roundings on a result, see [Note: errors]
-DRAWS = 6
-EXACT = {  # steps that round nothing
-    "_to_copy", "abs", "amax", "amin", "arange", "argsort", "cat", "clamp", "clamp_min", "clone",
-    "copy", "detach", "empty_like", "eq", "expand", "fill", "full", "full_like", "gather", "gt",
-    "index", "index_select", "isfinite", "le", "lt", "masked_fill", "max", "maximum", "min", "ne",
-    "neg", "new_empty", "new_full", "new_zeros", "nonzero", "ones_like", "repeat", "sign",
-    "select_backward", "slice_backward", "stack", "tril", "where", "zero", "zeros", "zeros_like",
-}  # fmt: skip
-SPREAD = {"index_put", "_index_put_impl", "index_add", "scatter_add", "embedding_dense_backward"}
-SUMS = {"sum", "mean", "mm", "bmm", "addmm", "baddbmm", "linalg_vector_norm", *SPREAD}
-FP32, FP64 = torch.float32, torch.float64
-UNIT = {  # of one rounding, relative
-    dtype: torch.finfo(dtype).eps / 2 for dtype in (FP32, FP64, torch.bfloat16, torch.float16)
-}
-
-
-class _Roundings(TorchDispatchMode):
-    """Moves the result of every step as far as a rounding to dtype can, up or down at random, and
-    sums by sqrt(n) roundings of their terms' sizes in fp32 (fp64 for fp64)."""
-
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
-        super().__init__()
-        self.unit = UNIT[dtype]
-        self.unit_of_sums = UNIT[FP64 if dtype == FP64 else FP32]
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def moved(self, size: Tensor) -> Tensor:
-        signs = torch.randint(0, 2, size.shape, generator=self.generator, device="cpu")
-        return size.nan_to_num(0.0, 0.0, 0.0) * (2.0 * signs - 1.0).to(size)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        name = func.overloadpacket.__name__.removesuffix("_")
-        views = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
-        if name in EXACT or views:
-            return out
-        for one in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(one, Tensor) and one.dtype == FP64 and one.numel():
-                self.round(name, func, one, args, kwargs)
-        return out
-
-    def round(self, name: str, func: Any, out: Tensor, args: Any, kwargs: Any) -> None:
-        off = self.unit * out.abs()
-        if name in SUMS:
-            tensors = [a for a in args if isinstance(a, Tensor)]
-            if func._schema.is_mutable:
-                total = out.abs()
-            else:
-                sizes = [a.abs() if isinstance(a, Tensor) else a for a in args]
-                total = func(*sizes, **kwargs)
-            n_terms = max(a.numel() for a in tensors) / out.numel()
-            if name.endswith("mm"):
-                n_terms = tensors[-1].shape[-2]
-            elif name in SPREAD:
-                n_terms = max((a.shape[0] for a in tensors if a.dim()), default=1)
-            off = off + self.unit_of_sums * max(n_terms, 1.0) ** 0.5 * total
-        elif name in ("logsumexp", "_softmax", "_log_softmax"):
-            # exp(x - max) is off by |x - max| roundings of fp32, and their sum by sqrt(n).
-            x = args[0]
-            range_ = (x.amax(args[1], keepdim=True) - x).nan_to_num(0.0, 0.0, 0.0)
-            n = x.shape[args[1] if isinstance(args[1], int) else args[1][0]] ** 0.5
-            if name == "logsumexp":
-                off = off + self.unit_of_sums * (n + 1)
-            else:
-                relative = out.abs() if name == "_softmax" else 1.0
-                off = off + self.unit_of_sums * (range_ + n) * relative
-        elif name in ("_softmax_backward_data", "_log_softmax_backward_data"):
-            dy, y, dim = args[0], args[1], args[2]
-            y = y if name == "_softmax_backward_data" else y.exp()
-            size = y * (dy.abs() + (y * dy.abs()).sum(dim, keepdim=True))
-            off = off + self.unit_of_sums * y.shape[dim] ** 0.5 * size
-        out.add_(self.moved(off))
-
-
-def allowed(
-    formula: Callable[..., Any], inputs: Sequence[Any], results: dict[str, torch.dtype],
-    inner: torch.dtype, stores: int = 1,
-) -> dict[str, float]:  # fmt: skip
-    """Result -> the largest error that arithmetic explains; see [Note: errors].
-
-    Args:
-        formula: the oracle, or the same algorithm step by step; called on fp64 copies of inputs.
-        results: name -> dtype in which it is stored, for the requested ones.
-        inner: dtype in which steps are kept.
-        stores: how often a result is rounded to its stored dtype.
-    """
-    exact = evaluate(formula, inputs, double=True)
-    most = dict.fromkeys(results, 0.0)
-    for draw in range(DRAWS):
-        with _Roundings(inner, draw):
-            values = evaluate(formula, inputs, double=True)
-        for name in results:
-            most[name] = max(most[name], _distance(values[name], exact[name]))
-    for name, dtype in results.items():
-        value = exact[name][exact[name].isfinite()]
-        largest = value.abs().max().item() if value.numel() else 0.0
-        least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-        most[name] = LAMBDA * most[name] + stores * UNIT[dtype] * largest + least
-    return most
-
-
 # Cases
 
 
+FP32, FP64 = torch.float32, torch.float64
 P = 0.1  # of dropout
 LOGIT_STD = 3.0  # a spread like that of a trained model: some tokens are likely
 Inputs = dict[str, Any]
@@ -262,10 +154,11 @@ class OpCase:
         ref: the oracle, in the dtype of its inputs.
         eager: plain PyTorch, as given to torch.compile; the yardstick of errors.
         stock: PyTorch's own function, timed instead of eager if its results differ.
-        formula: the function whose steps allowed() counts; None for ref.
+        formula: the function whose steps are the op's; None for ref.
         inner: dtype in which the op keeps its steps; None for that of its inputs.
         stores: how often a result is rounded to its own dtype.
         in_fp64: whether it also computes in fp64.
+        differentiable: False: its inputs require no gradients.
         elements: read or written by forward and by backward, of the inputs' dtype.
         flops: of forward and of backward.
     """
@@ -283,14 +176,14 @@ class OpCase:
     inner: torch.dtype | None = None
     stores: int = 1
     in_fp64: bool = False
+    differentiable: bool = True
     elements: Pair = (0.0, 0.0)
     flops: Pair = (0.0, 0.0)
 
     def inputs(
         self, dtype: torch.dtype, device: str, generator: torch.Generator | None = None
     ) -> Inputs:
-        """Inputs by name, the same in every call without a generator; floating-point tensors
-        require gradients."""
+        """Inputs by name, the same in every call without a generator."""
         generator = generator or torch.Generator(device).manual_seed(5)
 
         def draw(*shape: int) -> Tensor:
@@ -301,7 +194,7 @@ class OpCase:
             if not isinstance(value, Tensor):
                 return value
             value = value.to(device)
-            return value.requires_grad_() if value.is_floating_point() else value
+            return value.requires_grad_(self.differentiable and value.is_floating_point())
 
         return {name: leaf(value) for name, value in self.make(draw).items()}
 
@@ -309,23 +202,15 @@ class OpCase:
         """Result -> its errors: "y", "dx", ..."""
         inputs = self.inputs(dtype, device)
         measured = measure_errors(self.fn, self.ref, list(inputs.values()), eager=self.eager)
-        return self._by_name(inputs, measured)
-
-    def allowed(self, dtype: torch.dtype, device: str) -> dict[str, float]:
-        """Result -> the largest error that arithmetic explains; see [Note: errors]."""
-        inputs = self.inputs(dtype, device)
-        values = list(inputs.values())
-        stored = {name: x.dtype for name, x in evaluate(self.eager, values).items()}
-        inner = (self.inner or dtype) if dtype != FP64 else FP64
-        found = allowed(self.formula or self.ref, values, stored, inner, self.stores)
-        return self._by_name(inputs, found)
+        return self.by_name(inputs, measured)
 
     def results(self, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
         """Result -> its value in one call of the op."""
         inputs = self.inputs(dtype, device)
-        return self._by_name(inputs, evaluate(self.fn, list(inputs.values())))
+        return self.by_name(inputs, evaluate(self.fn, list(inputs.values())))
 
-    def _by_name(self, inputs: Inputs, found: dict[str, Any]) -> dict[str, Any]:
+    def by_name(self, inputs: Inputs, found: dict[str, Any]) -> dict[str, Any]:
+        """What evaluate() or measure_errors() found, by names of results: "y", "dx", ..."""
         names = {f"output {i}": name for i, name in enumerate(self.outputs)}
         names |= {f"gradient of input {i}": f"d{name}" for i, name in enumerate(inputs)}
         return {names[result]: value for result, value in found.items()}
@@ -680,7 +565,7 @@ def shards_of_losses(rows: int, size: int, device: str, *, more: bool = False) -
             generator = torch.Generator().manual_seed(8)
             targets = torch.randint(0, 2 * V, (N,), generator=generator, device="cpu")
             targets[::5] = -100
-            return {"logits": logits.detach(), "targets": targets.to(logits.device)}
+            return {"logits": logits, "targets": targets.to(logits.device)}
 
         def grad_inputs(draw: Draw) -> Inputs:
             inputs = make(draw)
@@ -690,14 +575,14 @@ def shards_of_losses(rows: int, size: int, device: str, *, more: bool = False) -
 
         def by(op: Any, how: Any, widen: bool = False) -> Callable[..., Any]:
             def call(logits: Tensor, *rest: Tensor) -> Any:
-                x = logits.detach().to(wide(logits.dtype)) if widen else logits.detach()
-                found = op(x, *(t.detach() for t in rest), **options, **how)
+                x = logits.to(wide(logits.dtype)) if widen else logits
+                found = op(x, *rest, **options, **how)
                 return found.to(logits.dtype) if isinstance(found, Tensor) else found
 
             return call
 
         shape, z = f"N={N} V={V} from {first}", f" z-loss {z_loss}" + " each row" * each
-        how: dict[str, Any] = {"inner": FP32, "in_fp64": True}
+        how: dict[str, Any] = {"inner": FP32, "in_fp64": True, "differentiable": False}
         for name, about, inputs, outputs, more in (
             ("cross_entropy_shard", shape, make, ("max", "sum", "logit"), {}),
             ("cross_entropy_shard_grad", shape + z, grad_inputs, ("dlogits",), {"z_loss": z_loss}),
@@ -1002,7 +887,7 @@ def adamw_steps(rows: int, size: int, device: str, *, more: bool = False) -> Ite
 
     def by(step: Callable[..., Any]) -> Callable[..., Any]:
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-            p, g, m, v = (t.detach().clone() for t in tensors)
+            p, g, m, v = (t.clone() for t in tensors)
             step([p], [g], [m], [v])
             return p, m, v
 
@@ -1017,7 +902,7 @@ def adamw_steps(rows: int, size: int, device: str, *, more: bool = False) -> Ite
 
     calls = by(ours), by(functools.partial(reference.adamw_step_ref, **hyper, step=10)), by(fused)
     outputs = ("p", "exp_avg", "exp_avg_sq")
-    yield OpCase("adamw_step_", f"P={numel}", make, *calls, outputs, (FP32,))
+    yield OpCase("adamw_step_", f"P={numel}", make, *calls, outputs, (FP32,), differentiable=False)
 
 
 @makes("pack_", "unpack_", "accumulate_", "sum_shards", "global_norm")
@@ -1053,14 +938,12 @@ def flat_ops(rows: int, size: int, device: str, *, more: bool = False) -> Iterat
             return op([a, b], max_norm=1.0).norm
         return torch.cat([a, b]).to(wide(a.dtype)).norm()
 
-    def by(how: Any, op: Any) -> Callable[..., Any]:
-        return lambda a, b: how(op, a.detach(), b.detach())
-
     ways = {"pack_": packed, "unpack_": unpacked, "accumulate_": accumulated}
     for op, how in {**ways, "sum_shards": summed, "global_norm": normed}.items():
         outputs = ("a", "b") if op in ("unpack_", "accumulate_") else ("y",)
-        ref = by(how, getattr(reference, f"{op.removesuffix('_')}_ref"))
-        yield OpCase(op, f"P={numel}", two, by(how, getattr(kernels, op)), ref, ref, outputs)
+        own = functools.partial(how, getattr(kernels, op))
+        ref = functools.partial(how, getattr(reference, f"{op.removesuffix('_')}_ref"))
+        yield OpCase(op, f"P={numel}", two, own, ref, ref, outputs, differentiable=False)
     if more and rows > 1:
         yield from flat_ops(1, 1, device)
         yield from flat_ops(1, 1003, device)
@@ -1075,12 +958,11 @@ def codes(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[
             codes = (draw(numel).float() * 40).clamp(-127, 127).to(torch.int8)
             return {"codes": codes, "scales": draw(-(-numel // block)).abs().float()}
 
-        def by(op: Any) -> Callable[..., Tensor]:
-            return lambda codes, scales: op(codes, scales.detach(), block=block)
-
-        op, ref = by(kernels.dequantize_blockwise), by(reference.dequantize_blockwise_ref)
+        op = functools.partial(kernels.dequantize_blockwise, block=block)
+        ref = functools.partial(reference.dequantize_blockwise_ref, block=block)
+        how: dict[str, Any] = {"dtypes": (FP32,), "differentiable": False}
         shape = f"P={numel} block {block}"
-        return OpCase("dequantize_blockwise", shape, make, op, ref, ref, dtypes=(FP32,))
+        return OpCase("dequantize_blockwise", shape, make, op, ref, ref, **how)
 
     yield one(rows * (size or 256), 256)
     if more:
@@ -1120,13 +1002,10 @@ def weight_gradients(rows: int, size: int, device: str, *, more: bool = False) -
     first; then that of two micro-batches, the second added to the first."""
 
     def product(dy: Tensor, x: Tensor) -> Tensor:
-        return dy.detach().t() @ x.detach()
+        return dy.t() @ x
 
     def halves(dy: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        return zip(dy.detach().chunk(2), x.detach().chunk(2))
-
-    def plain(dy: Tensor, x: Tensor) -> Tensor:
-        return weight_gradient(dy.detach(), x.detach())
+        return zip(dy.chunk(2), x.chunk(2))
 
     def added(dy: Tensor, x: Tensor) -> Tensor:
         first, (dy2, x2) = halves(dy, x)
@@ -1142,11 +1021,13 @@ def weight_gradients(rows: int, size: int, device: str, *, more: bool = False) -
     def inputs(draw: Draw, out: int) -> Inputs:
         return {"dy": draw(rows, out), "x": draw(rows, size)}
 
-    for own, eager, how in ((plain, rounded, ""), (added, sum_of_rounded, " added")):
+    how: dict[str, Any] = {"inner": FP32, "differentiable": False}
+    ways = (weight_gradient, rounded, ""), (added, sum_of_rounded, " added")
+    for own, eager, name in ways:
         for out in (3 * size, 8):
-            calls, shape = (own, product, eager), f"N={rows} {size}->{out}{how}"
+            calls, shape = (own, product, eager), f"N={rows} {size}->{out}{name}"
             make = functools.partial(inputs, out=out)
-            yield OpCase("weight_gradient", shape, make, *calls, ("dweight",), HALF, inner=FP32)
+            yield OpCase("weight_gradient", shape, make, *calls, ("dweight",), HALF, **how)
 
 
 def linear_fp8_case(N: int, C: int, out: int, scaling: str, how: str = "") -> OpCase:
@@ -1186,7 +1067,7 @@ def linears_fp8(rows: int, size: int, device: str, *, more: bool = False) -> Ite
 
 def newton_schulz(x: Tensor, coefficients: Any = POLAR_EXPRESS) -> Tensor:
     """The steps of orthogonalize in torch's products."""
-    y = x.detach().to(torch.promote_types(x.dtype, FP32))
+    y = x.to(torch.promote_types(x.dtype, FP32))
     y = (y / y.norm()).to(x.dtype)
     y = y.T if x.shape[0] > x.shape[1] else y
     for a, b, c in coefficients:
@@ -1199,14 +1080,11 @@ def orthogonal_case(m: int, n: int, coefficients: Any = POLAR_EXPRESS) -> OpCase
     """The orthogonal factor of a random matrix, compared with plain products; no gradient."""
     how: dict[str, Any] = {"coefficients": tuple(coefficients)}
     steps = functools.partial(newton_schulz, **how)
-    calls = (
-        lambda x: kernels.orthogonalize(x, **how, dtype=x.dtype),
-        lambda x: reference.orthogonalize_ref(x.detach(), **how),
-        steps,
-    )
-    case = OpCase("orthogonalize", f"{m}x{n}", lambda draw: {"x": draw(m, n)}, *calls)
-    moved = 15.0 * (m * n + m * m), 0.0
-    return replace(case, dtypes=(FP32, torch.bfloat16), formula=steps, in_fp64=True, elements=moved)
+    ref = functools.partial(reference.orthogonalize_ref, **how)
+    calls = (lambda x: kernels.orthogonalize(x, **how, dtype=x.dtype)), ref, steps
+    about: dict[str, Any] = {"in_fp64": True, "differentiable": False, "formula": steps}
+    about |= {"dtypes": (FP32, torch.bfloat16), "elements": (15.0 * (m * n + m * m), 0.0)}
+    return OpCase("orthogonalize", f"{m}x{n}", lambda draw: {"x": draw(m, n)}, *calls, **about)
 
 
 @makes("orthogonalize", proven=False)

@@ -16,18 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastpar.kernels import philox
 from fastpar.kernels.backend import FLOATS, triton_module, use_triton
 from fastpar.kernels.linear.weight_gradients import wide_room
 from fastpar.kernels.op import check_dense, define_autograd, define_op, refuse_batch, refuse_buffer
-from fastpar.kernels.philox import (
-    Rng,
-    check_rng,
-    draw_key,
-    dropout_block,
-    mask_shape,
-    quantize_p,
-    refuse_parts,
-)
+from fastpar.kernels.philox import Rng
 
 
 def _check_ids(idx: Tensor, rows: int) -> None:
@@ -93,7 +86,11 @@ def _sum_by_position(dx: Tensor, T: int, positions: int, first_position: int) ->
 def _masked(
     x: Tensor, key: Tensor | None, site: int, threshold: int, out: Tensor | None = None
 ) -> Tensor:
-    return x if key is None else dropout_block(x, key, site, threshold, mask_shape(x.shape), out)
+    return (
+        x
+        if key is None
+        else philox.dropout_block(x, key, site, threshold, philox.mask_shape(x.shape), out)
+    )
 
 
 def embedding_bwd(
@@ -270,10 +267,10 @@ def embedding(
     Source: Radford et al. 2019, Language Models are Unsupervised Multitask Learners
     """
     _check(idx, wte, wpe, first_position, wte_grad)
-    key, site, threshold = None, 0, quantize_p(dropout_p)
+    key, site, threshold = None, 0, philox.quantize_p(dropout_p)
     if threshold:
-        rng = Rng(draw_key(wte.device), 0) if rng is None else rng
-        refuse_parts("embedding", rng)
-        check_rng(rng, 1, wte.device)
+        rng = Rng(philox.draw_key(wte.device), 0) if rng is None else rng
+        philox.refuse_parts("embedding", rng)
+        philox.check_rng(rng, 1, wte.device)
         key, site = rng.key, rng.site
     return _embedding(idx, wte, wpe, first_position, key, site, threshold, wte_grad)

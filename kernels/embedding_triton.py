@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fastpar.kernels.gelu.triton import block_columns
 from fastpar.kernels.philox_triton import keep_tile
-from fastpar.kernels.triton_launch import cdiv, device_key, launch, sm_count
+from fastpar.kernels.triton_launch import cdiv, device_key, launch, meta, sm_count
 
 _PIECE = 64
 _PROGRAMS_PER_SM = 20  # all resident: one warp each, at most 96 registers per thread
@@ -259,13 +259,11 @@ def embedding_bwd_wpe(
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     """(label, call on meta tensors) of the variants that GPT-2 uses, for ahead-of-time checks."""
     B, T, V = 16, 1024, 50304
-    meta = torch.device("meta")
-    idx, key = (torch.empty(s, dtype=torch.int64, device=meta) for s in ((B, T), (2,)))
+    idx, key = meta(B, T, dtype=torch.int64), meta(2, dtype=torch.int64)
 
     def calls(C: int, dtype: torch.dtype, p: bool) -> list[tuple[str, Callable[[], Any]]]:
-        wte, wpe = (torch.empty(n, C, dtype=dtype, device=meta) for n in (V, T))
-        dx = torch.empty(B, T, C, dtype=dtype, device=meta)
-        wide = torch.empty(V, C, dtype=torch.float32, device=meta)
+        wte, wpe, dx = (meta(*shape, C, dtype=dtype) for shape in ((V,), (T,), (B, T)))
+        wide = meta(V, C, dtype=torch.float32)
         mask: tuple[Tensor | None, int, int] = (key, 0, 26) if p else (None, 0, 0)
         about = f"{str(dtype).removeprefix('torch.')} C={C}{' dropout' if p else ''}"
         return [

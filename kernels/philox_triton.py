@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpar.kernels.philox import MaskBlock, mask_shape
-from fastpar.kernels.triton_launch import cdiv, device_key, launch
+from fastpar.kernels.triton_launch import cdiv, device_key, launch, meta
 
 
 @triton.jit
@@ -174,11 +174,10 @@ AOT_EXEMPT = {
 
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     """(label, call on meta tensors) of the variants that GPT-2 uses, for ahead-of-time checks."""
-    at = MaskBlock(16, 12, 1024, 1024)
-    key = torch.empty(2, dtype=torch.int64, device="meta")
+    at, key = MaskBlock(16, 12, 1024, 1024), meta(2, dtype=torch.int64)
 
     def drop(dtype: torch.dtype, *shape: int) -> Callable[[], Any]:
-        x = torch.empty(shape, dtype=dtype, device="meta")
+        x = meta(*shape, dtype=dtype)
         return lambda: dropout_fwd(x, key, 1, 26, mask_shape(shape))
 
     return [

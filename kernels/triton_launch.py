@@ -133,10 +133,10 @@ def sm_count(device: torch.device) -> int:
     return _about(device)[1]
 
 
-def device_key(key: Tensor, device: torch.device) -> Tensor:
+def device_key(key: Tensor | None, device: torch.device) -> Tensor | None:
     """The dropout key on a device where a kernel can read it. RuntimeError: a key on the CPU while
     a CUDA graph is captured: every replay would repeat the copy, from memory that may be freed."""
-    if key.device == device:
+    if key is None or key.device == device:
         return key
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -300,6 +300,11 @@ def _choose_launch() -> Callable[..., Any]:
 
 
 launch = _choose_launch()
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor without memory, for the calls that `make aot` compiles."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def cdiv(a: int, b: int) -> int:

@@ -15,7 +15,6 @@ with r[g] the four words of the block's 16-key group g, half h of the kept word 
 j = 2 g + i of (r[g][2 i + h] & 0x80808080) >> j.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import Tensor
 from triton import knobs
 
 from fastpar.kernels.philox_triton import philox_words
-from fastpar.kernels.triton_launch import device_key, launch
+from fastpar.kernels.triton_launch import device_key, launch, meta
 
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # the interpreter has no assembly
 _ROUNDED = tl.constexpr(256)  # T and Tk, up to multiples: of every tile
@@ -189,10 +188,9 @@ def attention_bits_fwd(
 
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     """The calls that `make aot` compiles."""
-    key = torch.empty(2, dtype=torch.int64, device="meta")
-    bits = torch.empty(8, 12, 16, 1024, dtype=torch.uint64, device="meta")
+    key, bits = meta(2, dtype=torch.int64), meta(8, 12, 16, 1024, dtype=torch.uint64)
     sizes = (8, 12, 1024, 1024)
     return [
-        (name, functools.partial(attention_bits_fwd, key, 1, 26, causal, bits, sizes))
-        for name, causal in (("causal", True), ("full", False))
+        ("causal", lambda: attention_bits_fwd(key, 1, 26, True, bits, sizes)),
+        ("full", lambda: attention_bits_fwd(key, 1, 26, False, bits, sizes)),
     ]

@@ -46,7 +46,7 @@ from fastpar.kernels.attention.hopper_triton import (
     tile_at,
 )
 from fastpar.kernels.attention.triton import LOG2_E, aot_inputs
-from fastpar.kernels.triton_launch import Boxed, cdiv, launch, sm_count
+from fastpar.kernels.triton_launch import Boxed, cdiv, launch, meta, sm_count
 
 ROWS = gl.constexpr(64)  # queries of a block
 AOT_ARCHS = (90,)
@@ -247,8 +247,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
 
     def call(dtype: torch.dtype = torch.bfloat16) -> Callable[[], Any]:
         q, k, v = aot_inputs(dtype=dtype)
-        o = torch.empty(q.shape, dtype=dtype, device="meta")
-        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device="meta", dtype=torch.float32)
+        o, lse = meta(*q.shape, dtype=dtype), meta(8, 12, 1024, dtype=torch.float32)
         return lambda: attention_hopper_dkdv(o, q, k, v, lse, lse, q, k, 0.125)
 
     return [("D=64 bf16 causal", call()), ("D=64 fp16 causal", call(torch.float16))]

@@ -27,7 +27,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,14 +49,14 @@ class Peer(NamedTuple):
     Attributes:
         forward: (q, k, v, causal, scale) -> o, lse; all [B, T, H, D], lse [B, H, T], natural, in
             base 2 if in_place.
-        backward: (do, q, k, v, o, lse, causal, scale) -> dq, dk, dv; None: it has none. If
-            in_place it takes `own`'s statistics, and dq, dk and dv after scale, which it writes.
+        backward: (do, q, k, v, o, lse, causal, scale) -> dq, dk, dv. If in_place it takes `own`'s
+            statistics, and dq, dk and dv after scale, which it writes.
         device, dtypes, most: what it supports; most: the largest head dimension.
         in_subprocess: its trial runs in a process of its own, because it may hang.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., _Three | None] | None
+    backward: Callable[..., Any]
     device: str
     dtypes: tuple[torch.dtype, ...]
     most: int
@@ -177,14 +177,14 @@ def _refuse(name: str, why: str) -> None:
 
 
 def attention_forward_hopper(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """o, contiguous, and lse [B, H, T] in base 2 of causal attention without dropout. Raises
-    RuntimeError if refusal_of_hopper() refuses. scale: 1 / sqrt(D) by default."""
-    _refuse("attention_forward_hopper", refusal_of_hopper(q, k, v))
+    RuntimeError if refusal_of_hopper() refuses."""
+    _refuse("attention_forward_hopper", refusal_of_hopper(q, k, v, causal=causal))
     from fastpar.kernels.attention.hopper_triton import attention_hopper_fwd
 
-    return attention_hopper_fwd(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
+    return attention_hopper_fwd(q, k, v, scale)
 
 
 def refusal_of_backward(q: Tensor) -> str:
@@ -197,30 +197,22 @@ def refusal_of_backward(q: Tensor) -> str:
 
 
 def attention_backward_hopper(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor, scale: float | None = None,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool,
+    scale: float, dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     """Writes dq, dk and dv, which may be slices of one tensor; dq by the usual Triton kernel. lse
     is the forward's; RuntimeError also for calls that refusal_of_backward() refuses."""
-    _refuse("attention_backward_hopper", refusal_of_hopper(q, k, v) or refusal_of_backward(q))
+    why = refusal_of_hopper(q, k, v, causal=causal) or refusal_of_backward(q)
+    _refuse("attention_backward_hopper", why)
     from fastpar.kernels.attention.triton import attention_bwd
 
-    do = do if tma_reads(do) else do.contiguous()
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    mask = None, 0, 0, None
+    do, mask = do if tma_reads(do) else do.contiguous(), (None, 0, 0, None)
     attention_bwd(do, q, k, v, o, lse, dq, dk, dv, True, scale, *mask, hopper=True)
 
 
-def _hopper_fwd(q, k, v, causal, scale):
-    return attention_forward_hopper(q, k, v, scale)
-
-
-def _hopper_bwd(do, q, k, v, o, stats, causal, scale, dq, dk, dv) -> None:
-    attention_backward_hopper(do, q, k, v, o, stats, dq, dk, dv, scale)
-
-
+_HOPPER = attention_forward_hopper, attention_backward_hopper
 PEERS = {
-    "hopper": Peer(_hopper_fwd, _hopper_bwd, "cuda", _HALF, 128, in_place=True, in_subprocess=True),
+    "hopper": Peer(*_HOPPER, "cuda", _HALF, 128, in_place=True, in_subprocess=True),
     "flash": Peer(_flash_fwd, _flash_bwd, "cuda", _HALF, 256),
     "cudnn": Peer(_cudnn_fwd, _cudnn_bwd, "cuda", _HALF, 128),
     "efficient": Peer(_efficient_fwd, _efficient_bwd, "cuda", (*_HALF, torch.float32), 256),
@@ -312,9 +304,7 @@ def serving(op: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, direction: i
     ValueError: FASTPAR_ATTENTION names one that cannot; RuntimeError: one that failed its proof."""
     asked = "" if choice.is_trying() else forced
     name = wanted(op, q, direction)
-    if name == OWN or (direction and PEERS[name].backward is None):
-        return ""
-    if direction and name == "hopper" and refusal_of_backward(q):
+    if name == OWN or (direction and name == "hopper" and refusal_of_backward(q)):
         return ""
     why = refusal(name, q, k, v, causal, masked=op != "attention")
     if not asked:
@@ -356,13 +346,10 @@ def backward(
     causal: bool, scale: float, grads: _Three,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv, from the statistics of any forward."""
-    run = PEERS[name].backward
-    assert run is not None  # choice never names a peer without a backward
     if PEERS[name].in_place:
-        run(do, q, k, v, o, stats, causal, scale, *grads)
+        PEERS[name].backward(do, q, k, v, o, stats, causal, scale, *grads)
         return
-    found = run(do, q, k, v, o, to_natural(stats, q), causal, scale)
-    assert found is not None
+    found = PEERS[name].backward(do, q, k, v, o, to_natural(stats, q), causal, scale)
     for grad, value in zip(grads, found, strict=True):
         grad.copy_(value)
 
@@ -376,7 +363,6 @@ def table() -> list[str]:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in peer.dtypes)
         gone = peer.device == "cuda" and not torch.cuda.is_available()
         why = "no GPU here" if gone else _refusal_of_kind(name, peer.device, peer.dtypes[0], 64)
-        does = "forward" if peer.backward is None else "forward and backward"
-        text = f"{name:<10}{does} on {peer.device}, {dtypes}, head dim up to {peer.most}"
-        lines.append(f"          {text}{f' ({why})' if why else ''}")
+        text = f"forward and backward on {peer.device}, {dtypes}, head dim up to {peer.most}"
+        lines.append(f"          {name:<10}{text}{f' ({why})' if why else ''}")
     return [*lines, f"          FASTPAR_ATTENTION={forced or 'auto'}"]

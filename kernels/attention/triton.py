@@ -71,7 +71,7 @@ from fastpar.kernels.attention.plans import (
     padded,
     variant_for,
 )
-from fastpar.kernels.triton_launch import Boxed, device_key, gpu_arch, launch
+from fastpar.kernels.triton_launch import Boxed, device_key, gpu_arch, launch, meta
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 UNSPECIALIZED = ("n", "T", "Tk", "H", "group", "section")  # sizes that change from call to call
@@ -276,11 +276,6 @@ def _attention_fwd_kernel(
     tl.store(lse_head + row + within, lse, mask=row + within < n_rows)
 
 
-def mask_source(key: Tensor | None, bits: Tensor | None, device: torch.device) -> Tensor | None:
-    """The source of the kernels' mask: its bits, or the key to draw it; None: there is no mask."""
-    return bits if bits is not None or key is None else device_key(key, device)
-
-
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, key: Tensor | None, site_head: int,
     threshold: int, cu_seqlens: Tensor | None, bits: Tensor | None = None,
@@ -306,8 +301,8 @@ def attention_fwd(
     launch(
         _attention_fwd_kernel, plan.grid,
         q, Boxed(k, plan.k) if tma else k, Boxed(v, plan.v) if tma else v, o, lse,
-        mask_source(key, bits, q.device), cu_seqlens, *plan.numbers, scale, site_head, threshold,
-        first_row, TMA=tma, **plan.constants,
+        device_key(key, q.device) if bits is None else bits, cu_seqlens, *plan.numbers, scale,
+        site_head, threshold, first_row, TMA=tma, **plan.constants,
     )  # fmt: skip
     return o, lse
 
@@ -603,7 +598,7 @@ def attention_bwd(
     )  # fmt: skip
     delta = torch.empty_like(lse)
     norm = torch.empty_like(lse) if fp32 else delta  # not used otherwise
-    mask = mask_source(key, bits, q.device)
+    mask = device_key(key, q.device) if bits is None else bits
 
     k_box, v_box, do_box, q_box = plan.boxes
     tma = k_box is not None and v_box is not None and aligned(k, v)
@@ -643,18 +638,16 @@ def aot_inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of GPT-2's shape on the meta device; packed when there are 12 key heads."""
     if kv_heads == 12:
-        q, k, v = torch.empty(8, 1024, 3, 12, D, dtype=dtype, device="meta").unbind(2)
+        q, k, v = meta(8, 1024, 3, 12, D, dtype=dtype).unbind(2)
         return q, k, v
-    q = torch.empty(8, 1024, 12, D, dtype=dtype, device="meta")
-    k = torch.empty(8, 1024, kv_heads, D, dtype=dtype, device="meta")
-    return q, k, k.clone()
+    q, k, v = (meta(8, 1024, heads, D, dtype=dtype) for heads in (12, kv_heads, kv_heads))
+    return q, k, v
 
 
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     """The calls that `make aot` compiles, each forward and backward."""
-    key = torch.empty(2, dtype=torch.int64, device="meta")
-    cu = torch.empty(5, dtype=torch.int32, device="meta")
-    bits = torch.empty(8, 12, 16, 1024, dtype=torch.uint64, device="meta")
+    key, cu = meta(2, dtype=torch.int64), meta(5, dtype=torch.int32)
+    bits = meta(8, 12, 16, 1024, dtype=torch.uint64)
 
     def call(
         dropout: bool = False, causal: bool = True, varlen: bool = False, kept: bool = False,
@@ -663,9 +656,8 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         q, k, v = (x[0] if varlen else x for x in aot_inputs(**shape))
         mask: tuple[Tensor | None, int, int] = (key, 1, 26) if dropout else (None, 0, 0)
         settings = causal, 0.125, *mask, cu if varlen else None, bits if kept else None, first_row
-        o = torch.empty(q.shape, dtype=q.dtype, device="meta")
         *B, T, H, _ = q.shape
-        lse = torch.empty(*B, H, T, dtype=torch.float32, device="meta")
+        o, lse = meta(*q.shape, dtype=q.dtype), meta(*B, H, T, dtype=torch.float32)
 
         def run() -> None:
             attention_fwd(q, k, v, *settings)

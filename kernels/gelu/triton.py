@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpar.kernels.gelu import TABLE
-from fastpar.kernels.triton_launch import cdiv, gpu_arch, launch, next_power_of_2, sm_count
+from fastpar.kernels.triton_launch import cdiv, gpu_arch, launch, meta, next_power_of_2, sm_count
 
 _TWO_K = 2 * math.sqrt(2 / math.pi)
 _DA, _DB = tl.constexpr(_TWO_K), tl.constexpr(_TWO_K * 3 * 0.044715)  # z' = _DA + _DB u^2
@@ -186,8 +186,8 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     def calls(
         label: str, C: int, dtype: torch.dtype, bias_dtype: torch.dtype | None, tanh: bool
     ) -> list[tuple[str, Callable[[], Any]]]:
-        x = torch.empty(16384, C, dtype=dtype, device="meta")
-        bias = None if bias_dtype is None else torch.empty(C, dtype=bias_dtype, device="meta")
+        x = meta(16384, C, dtype=dtype)
+        bias = None if bias_dtype is None else meta(C, dtype=bias_dtype)
         return [
             (f"fwd {label}", lambda: bias_gelu_fwd(x, bias, tanh)),
             (f"bwd {label}", lambda: bias_gelu_bwd(x, x, bias, tanh)),

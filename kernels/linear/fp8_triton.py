@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpar.kernels.linear.fp8 import BLOCK, LARGEST, Codes
-from fastpar.kernels.triton_launch import cdiv, launch
+from fastpar.kernels.triton_launch import cdiv, launch, meta
 
 AOT_ARCHS = (90,)  # older architectures in the table have no such products
 AOT_EXEMPT = {
@@ -212,29 +212,25 @@ def block_product(a: Codes, b: Codes, bias: Tensor | None, dtype: torch.dtype) -
 
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     """(label, call on meta tensors) of GPT-2 XL's MLP, for ahead-of-time checks."""
-
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     n, c, f = 16384, 1600, 6400
     e4m3, e5m2 = LARGEST
-    scale, noted = empty(dtype=torch.float32), empty(2, 192, 3, dtype=torch.float64)
+    scale, noted = meta(dtype=torch.float32), meta(2, 192, 3, dtype=torch.float64)
 
     def of(rows: int, cols: int, dtype: torch.dtype = e4m3) -> Codes:
-        return round_rows(empty(rows, cols), dtype, BLOCK)
+        return round_rows(meta(rows, cols), dtype, BLOCK)
 
     def product(a: Codes, b: Codes, bias: Tensor | None = None) -> Tensor:
         return block_product(a, b, bias, torch.bfloat16)
 
-    weight = empty(f, c)
+    weight = meta(f, c)
     return [
-        (f"row e4m3 C={c}", lambda: round_rows(empty(n, c), e4m3, c)),
-        (f"row e5m2 F={f}", lambda: round_rows(empty(n, f), e5m2, f)),
+        (f"row e4m3 C={c}", lambda: round_rows(meta(n, c), e4m3, c)),
+        (f"row e5m2 F={f}", lambda: round_rows(meta(n, f), e5m2, f)),
         (f"row of the transpose e4m3 C={c}", lambda: round_rows(weight.t(), e4m3, f)),
-        (f"tensor e4m3 C={c}", lambda: round_all(empty(n, c), e4m3, scale)),
+        (f"tensor e4m3 C={c}", lambda: round_all(meta(n, c), e4m3, scale)),
         (f"tensor of the transpose e4m3 C={c}", lambda: round_all(weight.t(), e4m3, scale)),
-        (f"tensor both ways e5m2 F={f}", lambda: round_all(empty(n, f), e5m2, scale, True)),
-        ("notes", lambda: note_(noted, 5, [empty(2, 640, dtype=torch.float32)] * 3)),
-        (f"fwd block e4m3 {c}->{f}", lambda: product(of(n, c), of(f, c), empty(f))),
+        (f"tensor both ways e5m2 F={f}", lambda: round_all(meta(n, f), e5m2, scale, True)),
+        ("notes", lambda: note_(noted, 5, [meta(2, 640, dtype=torch.float32)] * 3)),
+        (f"fwd block e4m3 {c}->{f}", lambda: product(of(n, c), of(f, c), meta(f))),
         (f"dx block e5m2 {c}->{f}", lambda: product(of(n, f, e5m2), of(c, f))),
     ]

@@ -183,13 +183,15 @@ def cross_entropy_rows(
     return losses
 
 
-def cross_entropy_fwd(logits: Tensor, targets: Tensor, *options) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, dlogits, the factor still to be applied to dlogits); dlogits [0] if not needed.
-    options: vocab_size to z_loss, as in _fwd_into(), and need_grad."""
+def cross_entropy_fwd(
+    logits: Tensor, targets: Tensor, *options: Any
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(loss, dlogits if needed, the factor still to be applied to them). options: vocab_size to
+    z_loss, as in _fwd_into(), and need_grad."""
     *others, need_grad = options
     grad = logits.new_empty(logits.shape) if need_grad else None
     loss, factor = _fwd_into(grad, logits, targets, *others)
-    return loss, logits.new_empty(0) if grad is None else grad, factor
+    return loss, grad, factor
 
 
 def _fwd_into(
@@ -211,11 +213,6 @@ def cross_entropy_fwd_(logits: Tensor, targets: Tensor, *options: Any) -> tuple[
     outputs = _fwd_into(logits, logits, targets, *options)
     torch.autograd.graph.increment_version(logits)
     return outputs
-
-
-def cross_entropy_bwd(dlogits: Tensor, by: Tensor) -> Tensor:
-    """dlogits [N, Vp] * by, which is [] or [N]."""
-    return multiply_rows(dlogits, by, torch.empty_like(dlogits))
 
 
 def multiply_rows(grad: Tensor, by: Tensor, out: Tensor) -> Tensor:
@@ -251,7 +248,7 @@ _cross_entropy_ = define_op(
 )
 _cross_entropy_bwd = define_op(
     "cross_entropy_bwd(Tensor dlogits, Tensor by) -> Tensor",
-    cross_entropy_bwd,
+    lambda dlogits, by: multiply_rows(dlogits, by, torch.empty_like(dlogits)),
     lambda dlogits, by: torch.empty_like(dlogits),
 )
 # The loss of cross_entropy_, as a function of the logits that it has overwritten.
@@ -410,8 +407,8 @@ def cross_entropy_shard_fwd(
 def _write_gradient(
     grad: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, first: int, v: int,
     ignore_index: int, z_loss: float,
-) -> None:  # fmt: skip
-    """Writes dlogits [N, Vp] into grad, which may be logits; lse [N], scale [] or [N]."""
+) -> Tensor:  # fmt: skip
+    """grad, in which dlogits [N, Vp] are written; it may be logits. lse [N], scale [] or [N]."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     targets, lse, scale = targets.contiguous(), lse.contiguous(), scale.to(lse.dtype)
     if use_triton("cross_entropy_shard_grad", logits):
@@ -428,19 +425,7 @@ def _write_gradient(
         x *= scale if scale.dim() == 0 else scale[:, None]
         grad[:, :v].copy_(x.masked_fill_(~valid[:, None], 0.0))
         grad[:, v:].zero_()
-
-
-def cross_entropy_shard_bwd(logits: Tensor, *options) -> Tensor:
-    """dlogits [N, Vp] in new memory."""
-    grad = logits.new_empty(logits.shape)
-    _write_gradient(grad, logits, *options)
     return grad
-
-
-def cross_entropy_shard_bwd_(out: Tensor, logits: Tensor, *options) -> None:
-    """dlogits in out."""
-    _write_gradient(out, logits, *options)
-    torch.autograd.graph.increment_version(out)
 
 
 _cross_entropy_shard = define_op(
@@ -452,13 +437,13 @@ _cross_entropy_shard = define_op(
 _cross_entropy_shard_grad = define_op(
     "cross_entropy_shard_grad(Tensor logits, Tensor targets, Tensor lse, Tensor scale, "
     "SymInt first, SymInt v, int ignore_index, float z_loss) -> Tensor",
-    cross_entropy_shard_bwd,
+    lambda logits, *how: _write_gradient(logits.new_empty(logits.shape), logits, *how),
     lambda logits, *_: logits.new_empty(logits.shape),
 )
 _cross_entropy_shard_grad_ = define_op(
     "cross_entropy_shard_grad_(Tensor(a!) out, Tensor logits, Tensor targets, Tensor lse, "
     "Tensor scale, SymInt first, SymInt v, int ignore_index, float z_loss) -> ()",
-    cross_entropy_shard_bwd_,
+    lambda out, *how: torch.autograd.graph.increment_version(_write_gradient(out, *how)),
 )
 
 

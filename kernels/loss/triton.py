@@ -41,7 +41,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpar.kernels.loss import TABLE, Config
-from fastpar.kernels.triton_launch import cdiv, gpu_arch, launch, next_power_of_2
+from fastpar.kernels.triton_launch import cdiv, gpu_arch, launch, meta, next_power_of_2
 
 _LOG2E = tl.constexpr(math.log2(math.e))
 # Initial maximum: lower than all logits, and unlike -inf its difference to itself is 0.
@@ -374,20 +374,17 @@ AOT_EXEMPT = {
 
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     """The calls that `make aot` compiles: GPT-2's vocabulary, padded, not, halved; a small one."""
-
-    def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    targets = meta(8, dtype=torch.int64)
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    targets, scale, numbers = meta(8, dtype=torch.int64), meta(dtype=fp32), meta(8, dtype=fp32)
 
     def rows(v: int, width: int, dtype: torch.dtype, smoothing: float, grad: bool) -> Any:
         logits = meta(8, width, dtype=dtype)
-        how = logits if grad else None, v, -100, smoothing, 0.0, meta()
+        how = logits if grad else None, v, -100, smoothing, 0.0, scale
         return lambda: cross_entropy_rows(logits, targets, *how)
 
     def multiply(width: int, dtype: torch.dtype) -> Any:
         grad = meta(8, width, dtype=dtype)
-        return lambda: multiply_rows(grad, meta(), grad)
+        return lambda: multiply_rows(grad, scale, grad)
 
     def shard(dtype: torch.dtype) -> Any:
         logits = meta(8, 25216, dtype=dtype)
@@ -395,11 +392,10 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         def call() -> None:
             shard_fwd(logits, targets, 25216, 25041, -100)
             for grad in (torch.empty_like(logits), logits):
-                shard_bwd(logits, targets, meta(8), meta(8), grad, 25216, 25041, -100, 0.0)
+                shard_bwd(logits, targets, numbers, numbers, grad, 25216, 25041, -100, 0.0)
 
         return call
 
-    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     return [
         ("padded bf16", rows(50257, 50304, bf16, 0.0, True)),
         ("padded bf16 smoothed", rows(50257, 50304, bf16, 0.1, True)),

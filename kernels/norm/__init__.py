@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.kernels import _C
+from fastpar.kernels import _C, philox
 from fastpar.kernels.backend import FLOATS, runs_triton, triton_module, use_cpp, use_triton, wide
 from fastpar.kernels.config_table import ConfigTable
 from fastpar.kernels.op import (
@@ -40,16 +40,7 @@ from fastpar.kernels.op import (
     define_op,
     refuse_double_backward,
 )
-from fastpar.kernels.philox import (
-    Rng,
-    check_rng,
-    check_rows,
-    draw_key,
-    dropout,
-    mask_shape,
-    quantize_p,
-    refuse_parts,
-)
+from fastpar.kernels.philox import Rng
 
 
 class Config(NamedTuple):
@@ -134,7 +125,7 @@ def _mask(
     seed, first_sample = key.tolist()
     if rows is not None:
         return seed, first_sample, site, threshold, n, 1, rows, place
-    at = mask_shape(x.shape)
+    at = philox.mask_shape(x.shape)
     return seed, first_sample, site, threshold, at.samples, at.heads, at.rows, place
 
 
@@ -291,19 +282,19 @@ def _after_residual(
     check_eps(name, eps)
     mask: tuple[Any, ...] = (None, 0, 0, None, (0, 0, 0))
     if dropout_p:
-        threshold = quantize_p(dropout_p)
-        rng = Rng(draw_key(x.device), 0) if rng is None else rng
+        threshold = philox.quantize_p(dropout_p)
+        rng = Rng(philox.draw_key(x.device), 0) if rng is None else rng
         if not rng.is_whole:
-            refuse_parts(name, rng, "rows", "first_row", "moved")
-            check_rows(name, rng, x.numel() // x.shape[-1])
-        check_rng(rng, 1 if x.dim() == 3 else mask_shape(x.shape).heads, x.device)
+            philox.refuse_parts(name, rng, "rows", "first_row", "moved")
+            philox.check_rows(name, rng, x.numel() // x.shape[-1])
+        philox.check_rng(rng, 1 if x.dim() == 3 else philox.mask_shape(x.shape).heads, x.device)
         mask = rng.key, rng.site, threshold, rng.rows, rng.place
     if use_triton(name, residual) or use_cpp(name, residual):
         y, residual_out, *_ = _layer_norm(x, residual, weight, bias, x_bias, *mask, eps, rms)
         return y, residual_out
     if x_bias is not None:
         x = (x + x_bias).to(x.dtype)
-    residual_out = residual + dropout(x, dropout_p, rng)
+    residual_out = residual + philox.dropout(x, dropout_p, rng)
     return _norm(residual_out, weight, bias, eps, rms), residual_out
 
 

@@ -49,6 +49,7 @@ from fastpar.kernels.triton_launch import (
     device_key,
     gpu_arch,
     launch,
+    meta,
     next_power_of_2,
     sm_count,
 )
@@ -278,9 +279,8 @@ def layer_norm_fwd(
     launch(
         _layer_norm_fwd_kernel, plan.grid,
         x, residual, weight.contiguous(), None if bias is None else bias.contiguous(),
-        None if x_bias is None else x_bias.contiguous(),
-        None if key is None else device_key(key, device), total, y, stats, x_step, residual_step, n,
-        *plan.places, site, threshold, 256.0 / (256 - threshold), eps,
+        None if x_bias is None else x_bias.contiguous(), device_key(key, device), total, y, stats,
+        x_step, residual_step, n, *plan.places, site, threshold, 256.0 / (256 - threshold), eps,
         **plan.constants,
     )  # fmt: skip
     return y, total, stats
@@ -548,9 +548,8 @@ def layer_norm_bwd(
     partials = stats.new_empty((len(sums), plan.grid[0], C))
     launch(
         _layer_norm_bwd_kernel, plan.grid,
-        dy, given, x, weight, stats, slope, offset,
-        None if key is None else device_key(key, device), dsum, dx, partials, dy_step, given_step,
-        x_step, n, *plan.places, site, threshold, 256.0 / (256 - threshold),
+        dy, given, x, weight, stats, slope, offset, device_key(key, device), dsum, dx, partials,
+        dy_step, given_step, x_step, n, *plan.places, site, threshold, 256.0 / (256 - threshold),
         **plan.constants,
     )  # fmt: skip
     launch(
@@ -563,7 +562,6 @@ def layer_norm_bwd(
 
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     """Every kernel, in the variants for GPT-2's shapes and options."""
-
     f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
 
     def call(
@@ -573,7 +571,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     ) -> Callable[[], Any]:  # fmt: skip
         """Forward and backward; residual: with x_bias."""
         narrow = x_dtype or dtype
-        x, dy = (torch.empty((8, 1024, C), dtype=d, device="meta") for d in (narrow, dtype))
+        x, dy = (meta(8, 1024, C, dtype=d) for d in (narrow, dtype))
         weight, stats = dy.new_empty(C), dy.new_empty((2 - rms, 8 * 1024), dtype=torch.float32)
         key, threshold = (x.new_empty(2, dtype=torch.int64), 26) if dropout else (None, 0)
         stream, x_bias = (dy, x.new_empty(C)) if residual else (None, None)

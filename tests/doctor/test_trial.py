@@ -193,14 +193,9 @@ def test_of_few_rows_the_host_s_time_counts(monkeypatch):
     assert times == {name: (ms, 0) for name, ms in device.items()}
 
 
-def test_one_without_a_backward_serves_none(monkeypatch):
-    """The own one would be timed under its name."""
+def test_a_peer_is_timed_in_both_directions(monkeypatch):
     (peer,) = proof_with(monkeypatch).peers
     assert (peer.name, peer.wrong, min(peer.ms) > 0) == ("cpu", "", True)
-    monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
-    proof = proof_with(monkeypatch, backward=None)
-    assert [(peer.wrong, peer.ms[0] > 0, peer.ms[1]) for peer in proof.peers] == [("", True, 0.0)]
-    assert proof.serves[1] == OWN
 
 
 def test_one_that_cannot_serve_the_timed_call_is_not_tried(monkeypatch):

@@ -10,7 +10,7 @@ from test_cases import check
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastpar.kernels import Rng, attention, attention_qkvpacked, backend, make_key
-from fastpar.kernels.attention.composed import (
+from fastpar.kernels.attention import (
     BLOCK_BYTES,
     BLOCK_QUERIES,
     Dropout,
@@ -216,7 +216,7 @@ def test_a_gpu_takes_triton(p):
 @sweep(("dtype", "choice"), [(torch.float64, "auto"), (torch.float16, "torch")])
 def test_a_gpu_without_triton_kernels_takes_torch(monkeypatch, dtype, choice):
     monkeypatch.setattr(backend, "choice", choice)
-    monkeypatch.setattr(backend, "_triton_found", lambda: False)
+    monkeypatch.setattr(backend, "has_triton", False)
     module = importlib.import_module("fastpar.kernels.attention")
     monkeypatch.setattr(module, "sdpa", lambda *_: "torch's own kernel")
     with FakeTensorMode():
@@ -228,11 +228,11 @@ def test_a_gpu_without_triton_kernels_takes_torch(monkeypatch, dtype, choice):
 
 
 def test_what_a_gpu_lacks_is_refused(monkeypatch):
-    monkeypatch.setattr(backend, "_triton_found", lambda: False)
+    monkeypatch.setattr(backend, "has_triton", False)
     message = r"attention: expected Triton for tensors on cuda.*, got no triton package; `pip inst"
     with FakeTensorMode(), pytest.raises(RuntimeError, match=message):
         attention_qkvpacked(on_fake_gpu(2, 5, 3, 4, 16))
-    monkeypatch.setattr(backend, "_triton_found", lambda: True)
+    monkeypatch.setattr(backend, "has_triton", True)
     for D in (8, 20, 136, 257):
         message = rf"attention: expected head dim 16 to 128 in steps of 8 .*got D={D}; pad the head"
         with FakeTensorMode(), pytest.raises(ValueError, match=message):

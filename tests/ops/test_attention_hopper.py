@@ -687,10 +687,10 @@ def test_what_they_cannot_serve_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "sm_90" in refusal_of_hopper(x, x, x)
     with pytest.raises(RuntimeError, match=r"does not: it needs a GPU of sm_90 .*; call attention"):
-        attention_forward_hopper(*draw(1, 8, 1, 1, 64)[1:])
+        attention_forward_hopper(*draw(1, 8, 1, 1, 64)[1:], True, 0.125)
     x = torch.empty(1, 8, 1, 64)
     with pytest.raises(RuntimeError, match=r"attention_backward_hopper: .* sm_90 .*; call att"):
-        attention_backward_hopper(*[x] * 5, torch.empty(1, 1, 8), *[x] * 3)
+        attention_backward_hopper(*[x] * 5, torch.empty(1, 1, 8), True, 0.125, *[x] * 3)
 
 
 @pytest.mark.gpu
@@ -703,14 +703,14 @@ def test_on_a_gpu(T, D):
         if why:
             pytest.skip(f"the Hopper forward {why}")
         scale = D**-0.5
-        found, again = (attention_forward_hopper(q, k, v) for _ in range(2))
+        found, again = (attention_forward_hopper(q, k, v, True, scale) for _ in range(2))
         check_fwd(found, do, q, k, v, scale)
         assert all(map(torch.equal, found, again))
         if refusal_of_backward(q):
             continue
         results = [[torch.empty_like(x) for x in (q, k, v)] for _ in range(2)]
         for grads in results:
-            attention_backward_hopper(do, q, k, v, *found, *grads)
+            attention_backward_hopper(do, q, k, v, *found, True, scale, *grads)
         check_bwd(results[0], do, q, k, v, scale)
         assert all(map(torch.equal, *results))
 
