@@ -129,12 +129,8 @@ def gpt2():
 
 
 # What ends a piece is decided by white space: many kinds of it, and characters of 1 to 4 bytes.
-_spaced = st.lists(
-    st.sampled_from(
-        [" ", "\n", "\r\n", "\t", "\u00a0", "\u2028", "\x1c", "'s", "12", ".", "\u00e9"]
-    )
-    | st.text(max_size=5)
-).map("".join)
+_spaces = [" ", "\n", "\r\n", "\t", "\u00a0", "\u2028", "\x1c", "'s", "12", ".", "\u00e9"]
+_spaced = st.lists(st.sampled_from(_spaces) | st.text(max_size=5)).map("".join)
 
 
 @given(text=_spaced, size=st.integers(1, 40))
@@ -215,13 +211,9 @@ def test_bare_ids_of_other_widths(tmp_path):
             (ids + offset).astype(dtype).tofile(file)
             words = rf"expected {bits}-bit token ids, .* {8 * np.dtype(dtype).itemsize}$"
             refused(file, words, token_bits=bits)
-    few = ([0, 1] * 100, [5, 40, 3, 50])  # a small vocabulary; nothing can be said of four
-    for bits, known in (
-        (16, ids),
-        (32, ids + 100_000),
-        (64, ids + 100_000),
-        *((16, f) for f in few),
-    ):
+    few, four = [0, 1] * 100, [5, 40, 3, 50]  # a small vocabulary; nothing can be said of four
+    large = ids + 100_000
+    for bits, known in ((16, ids), (32, large), (64, large), (16, few), (16, four)):
         np.asarray(known, f"<i{bits // 8}").tofile(file)
         assert tokens_of(file, token_bits=bits).train[:].tolist() == list(known)
     np.save(tmp_path / "ids.npy", ids)
@@ -412,11 +404,7 @@ def same(a, b):
     return np.array_equal(a.train, b.train) and np.array_equal(a.val, b.val)
 
 
-@given(
-    sizes=st.lists(st.integers(1, 30), max_size=80),
-    fraction=st.floats(0.01, 0.9),
-    multibyte=st.booleans(),
-)
+@given(st.lists(st.integers(1, 30), max_size=80), st.floats(0.01, 0.9), st.booleans())
 @settings(max_examples=60)
 def test_split_keeps_every_byte_once_and_holds_out_the_fraction(sizes, fraction, multibyte):
     texts = [("\u00e9" if multibyte else "a") * size for size in sizes]
@@ -627,9 +615,7 @@ def test_cache_folder(tmp_path, monkeypatch):
     assert sources.cache_folder("~/here") == tmp_path / "home" / "here"
     (tmp_path / "file").touch()
     for bad in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(
-            ValueError, match=r"a writable folder, got cache_dir=.*file.* with .*; set"
-        ):
+        with pytest.raises(ValueError, match=r"a writable folder, got cache_dir=.*file.* with"):
             sources.cache_folder(bad)
 
 

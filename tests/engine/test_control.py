@@ -99,10 +99,7 @@ def test_one_rank_talks_to_itself_and_nobody_may_have_a_token():
 @sweep(
     ("of_rank_1", "message"),
     [
-        (
-            {"backwards": 2},
-            "2 backward passes on rank 1, 1 on rank 0; give every",
-        ),
+        ({"backwards": 2}, "2 backward passes on rank 1, 1 on rank 0; give every"),
         ({"hashes": (1, 3)}, "ranks 0 and 1 launched different collectives, .*; restart from"),
         ({"tokens": None}, r"rank 1 did not call count_tokens\(\), others did; call it on every"),
         ({"backwards": 0, "hashes": (0, 0)}, None),  # no batch

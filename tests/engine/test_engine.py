@@ -245,10 +245,8 @@ def test_clipping_by_hand_is_refused_with_tp(optimizer_of, tp):
             model(idx, idx).backward()
             if clips:
                 clip(model.parameters(), limit)
-            refused = clips and tp > 1
-            with (
-                pytest.raises(RuntimeError, match=CHANGED) if refused else contextlib.nullcontext()
-            ):
+            refused = pytest.raises(RuntimeError, match=CHANGED)
+            with refused if clips and tp > 1 else contextlib.nullcontext():
                 optimizer.step()
             optimizer.zero_grad()
 
@@ -495,9 +493,8 @@ def lose_a_rank(when, stage):
     ],
 )
 def test_a_dead_rank_is_reported_with_rank_bucket_and_step(when, stage, what):
-    survivor, dead = run_ranks(
-        lose_a_rank, 2, when, stage, backend="gloo", timeout_s=30, return_exceptions=True
-    )
+    how = {"backend": "gloo", "timeout_s": 30, "return_exceptions": True}
+    survivor, dead = run_ranks(lose_a_rank, 2, when, stage, **how)
     with pytest.raises(RuntimeError, match=rf"Engine: rank 0 failed while {what} of step 2"):
         raise survivor
     with pytest.raises(RuntimeError, match=r"rank 1: exit status 9"):

@@ -16,17 +16,8 @@ from cells import covering, slow
 from fake_streams import FakeBus, device_is_busy, poisoned
 from programs import assert_same
 
-from fastpar import (
-    GPT,
-    Adafactor,
-    AdamW,
-    GPTConfig,
-    Mesh,
-    Muon,
-    engine_of,
-    muon_groups,
-    parallelize,
-)
+import fastpar
+from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import Saver
 from fastpar.comm import host
@@ -253,10 +244,10 @@ def test_a_host_that_is_too_small_says_what_would_fit(monkeypatch):
     refused(f"needs {needed / 1e9:.3g} GB of free host memory", needed - 1)
 
 
-@pytest.mark.parametrize("kind", [Muon, Adafactor])
+@pytest.mark.parametrize("kind", [fastpar.Muon, fastpar.Adafactor])
 def test_an_optimizer_without_a_host_step_is_refused(kind):
     model = made()
-    groups = muon_groups(model) if kind is Muon else model.parameters()
+    groups = fastpar.muon_groups(model) if kind is fastpar.Muon else model.parameters()
     with pytest.raises(ValueError, match=f"{kind.__name__}: offload='opt.* needs an optimizer"):
         kind(groups)
     with pytest.raises(ValueError, match="or offload, got zero_stage=0, offload=optimizer; drop"):

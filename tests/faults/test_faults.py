@@ -91,14 +91,11 @@ RUN = ("--n-layer=3", "--max-steps=8", "--save-every=2", "--keep-last=9", "--max
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "how", "options"),
-    [
-        (1, "raise", ("--offload=parameters", "--zero=3")),
-        (0, "kill", ("--offload=optimizer", "--zero=2")),
-    ],
+    [(1, "raise", "--offload=parameters --zero=3"), (0, "kill", "--offload=optimizer --zero=2")],
 )
 def test_a_host_that_fails_in_its_step(here, start, victim, how, options):
     command = [*torchrun(2)[:-2], DRIVER, json.dumps([victim, how, 6])]
-    run = start(*command, *TRAIN, *RUN, "--out=r", *options)
+    run = start(*command, *TRAIN, *RUN, "--out=r", *options.split())
     code, _, err = finish(run, timeout_s=100)
     assert code == 1
     assert all_gone(ranks_of(run.pid).values())

@@ -232,9 +232,7 @@ def wait_for_step(n, *processes):
 @pytest.mark.slow
 def test_hosts_whose_names_are_loopback_addresses(two):
     """Each knows the other by its address, and itself as Debian does."""
-    nodes = two(
-        hosts=[["127.0.1.1 node0", "10.211.7.2 node1"], ["127.0.1.1 node1", "10.211.7.1 node0"]]
-    )
+    nodes = two([["127.0.1.1 node0", "10.211.7.2 node1"], ["127.0.1.1 node1", "10.211.7.1 node0"]])
     started = [nodes.torchrun(i, *SHORT) for i in range(2)]
     for process in started:
         code, out = ended(process)

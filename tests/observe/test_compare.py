@@ -18,17 +18,7 @@ from fastpar.models.gpt import GPT
 from fastpar.observe import compare, results
 from fastpar.observe.pictures import PICTURES, look
 from fastpar.observe.report import head, markdown, rows, summary
-from fastpar.observe.results import (
-    FACTOR,
-    FLOOR,
-    RESULTS,
-    Comparison,
-    Run,
-    Stat,
-    allowed,
-    judge_losses,
-    yardstick,
-)
+from fastpar.observe.results import RESULTS, Comparison, Run, Stat, judge_losses, yardstick
 from fastpar.observe.strategies import SINGLE, STRATEGIES, Settings, build
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import cosine_lr
@@ -128,7 +118,8 @@ def test_the_yardstick_grows_and_has_a_floor():
     other.losses = [loss + (1e-4 if at == 3 else 0.0) for at, loss in enumerate(LOSSES)]
     found = make_comparison(single, make_run("dp"), other)
     np.testing.assert_allclose(yardstick(found), [0] * 3 + [1e-4] * 7, rtol=1e-6)
-    assert allowed(found)[[0, 5]] == pytest.approx([FLOOR * results.EPS * 8.0, FACTOR * 1e-4])
+    bounds = [results.FLOOR * results.EPS * 8.0, results.FACTOR * 1e-4]
+    assert results.allowed(found)[[0, 5]] == pytest.approx(bounds)
     assert yardstick(make_comparison(single, make_run("dp"))) is None
 
 
@@ -177,9 +168,8 @@ def test_the_table_has_a_row_for_each_strategy_and_the_fastest_stands_first():
     assert [row[0] for row in cells] == ["zero1", "dp", "ddp", "tp", "hsdp", "deepspeed1"]
     assert [row[3] for row in cells[:3]] == ["4.00", "1.48", "1.00"]
     assert cells[1][1:3] == ["2", "3,798 (3,657-3,938)"]  # 512 tokens in 0.13 and 0.14 s
-    assert [row[1].partition(":")[0] for row in cells[3:]] == [
-        *("stopped before its first run", "failed", "skipped"),
-    ]
+    ends = ["stopped before its first run", "failed", "skipped"]
+    assert [row[1].partition(":")[0] for row in cells[3:]] == ends
     table = [line for line in markdown(found).splitlines() if line.startswith("|")]
     assert {line.count("|") for line in table} == {len(head(found)) + 1}, "no cell breaks the table"
     assert "speed, ddp = 1" in head(found)
@@ -243,9 +233,8 @@ def command_of(data="bible", batch_size=8, **more):
 
 def schedule_of(text, **more):
     size = ModelSize(model="micro", n_layer=1, n_embd=32, block_size=16)
-    return compare.Schedule.of(
-        command_of(text, **{"device": "cpu", "threads": 1, "shape": size, **more})
-    )
+    small = {"device": "cpu", "threads": 1, "shape": size}
+    return compare.Schedule.of(command_of(text, **{**small, **more}))
 
 
 REFUSED = [

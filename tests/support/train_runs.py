@@ -20,13 +20,9 @@ from fastpar.train.journal import read_metrics
 from fastpar.train.trainer import Trainer, train
 
 BF16 = {"dtype": "bf16"}
-RANDOM = [
-    {"moment_dtype": "bf16"},
-    {**BF16, "stochastic_rounding": True, "moment_dtype": "int8"},
-]
 STORAGE = [
     {**BF16, "master_weights": "remainder", "moment_dtype": "bf16"},
-    RANDOM[1],
+    {**BF16, "stochastic_rounding": True, "moment_dtype": "int8"},
     {**BF16, "optimizer": "adafactor"},
 ]
 TINY = {

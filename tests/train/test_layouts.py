@@ -12,19 +12,7 @@ import pytest
 import torch
 from cells import slow
 from fake_streams import poisoned
-from train_runs import (
-    FEW,
-    RANDOM,
-    STORAGE,
-    TINY,
-    Runs,
-    bits,
-    check_same,
-    curve,
-    flags_of,
-    forget_after,
-    steps,
-)
+from train_runs import FEW, STORAGE, Runs, bits, check_same, curve, flags_of, forget_after, steps
 
 from fastpar import engine_of, parallelize, pipeline_step
 from fastpar.checkpoint.commands import export_weights
@@ -62,7 +50,7 @@ BASES = {
     "dense": {},
     "bf16": {"dtype": "bf16"},
     "deep": {"n_layer": 3, "eval_every": 2},
-    "deep, rounding": {"n_layer": 3, **RANDOM[1]},
+    "deep, rounding": {"n_layer": 3, **STORAGE[1]},
     "average, bf16": {"ema": 0.3, "dtype": "bf16", "master_weights": "remainder"},
     "muon": {"n_layer": 3, "optimizer": "muon", "ema": 0.3},
     "experts": EXPERTS,
@@ -138,12 +126,7 @@ HOPS = {
     "rounding": (STORAGE[1], [(2, Z3), (1, {}), (2, Z2), (2, Z1)]),
     "pipelines": (
         {"n_layer": 3},
-        [
-            (2, {"pp": 2}),
-            (3, {"pp": 3, **Z1}),
-            (2, stages("interleaved")),
-            (2, stages("zb-v", **Z3)),
-        ],
+        [(2, {"pp": 2}), (3, {"pp": 3}), (2, stages("interleaved")), (2, stages("zb-v", **Z3))],
     ),
     "muon": (BASES["muon"], [(2, Z3), (1, {}), (2, {"pp": 2, **Z1}), (2, Z2)]),
     "experts": (EXPERTS, [(4, {"ep": 4, **Z2}), (2, {"ep": 2, **Z3}), (1, {})]),
@@ -190,7 +173,7 @@ def test_a_run_goes_on_at_any_other_layout(made, bus, case):
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
-        (1, {**TINY, "micro_batch_size": 2}),
+        (1, FEW),
         slow(4, {**SPLIT, "tp": 2, **Z3}),
         slow(2, {**SPLIT, **DOCUMENTS, "n_layer": 2, "cp": 2, "cp_method": "keys"}),
         *(slow(2, {**FEW, **storage}) for storage in STORAGE),
@@ -235,15 +218,12 @@ ALONE = {}  # what one process found, by settings
     ],
     ids=name,
 )
-def test_ranks_that_split_layers_have_the_curve_of_one_process(
-    here, monkeypatch, settings, ranks, layout
-):
+def test_split_layers_have_the_curve_of_one_process(here, monkeypatch, settings, ranks, layout):
     """In fp64, where a difference that is no rounding cannot hide."""
     real = set_up.parallelize
+    in_fp64 = lambda model, mesh, s: real(model, mesh, s.change(grad_dtype=None))  # noqa: E731
     monkeypatch.setattr("fastpar.train.start.pick_dtype", lambda *given: "fp64")
-    monkeypatch.setattr(
-        set_up, "parallelize", lambda model, mesh, s: real(model, mesh, s.change(grad_dtype=None))
-    )
+    monkeypatch.setattr(set_up, "parallelize", in_fp64)
     key = repr(settings)
     if key not in ALONE:
         [ALONE[key]] = run_ranks(train_in_fp64, 1, settings)
@@ -320,7 +300,7 @@ def test_sample_and_export_take_a_run_of_ranks(here, capsys, layout):
     Runs(**SPLIT)("r", 4, **layout, max_steps=2, num_samples=2)
     drawn = Path("r/samples.txt").read_text().partition("\n")[2]
     capsys.readouterr()
-    options = ["--num-samples=2", f"--max-new-tokens={TINY['max_new_tokens']}", "--seed=1"]
+    options = ["--num-samples=2", f"--max-new-tokens={FEW['max_new_tokens']}", "--seed=1"]
     assert main(["sample", "r", *options]) == 0
     assert capsys.readouterr().out == drawn
     assert main(["export", "r", "--to=given"]) == 0
@@ -401,7 +381,7 @@ def test_metrics_say_how_much_overflowed(here):
 
 
 def test_devices_that_fp8_refuses(here, capsys, monkeypatch):
-    assert main(["train", *flags_of(TINY), "--fp8", "mlp", "--out", "r"]) == 2
+    assert main(["train", *flags_of(FEW), "--fp8", "mlp", "--out", "r"]) == 2
     said = capsys.readouterr().err
     assert "newer with fp8=mlp, got device=cpu dtype=fp32; drop --fp8, or add --fp8-emul" in said
     assert not (here / "r").exists()
@@ -524,9 +504,8 @@ def test_two_replicas_go_on(made, ranks, wire):
         assert bits(found, 6) == bits(expected, 6)
         assert [row["tokens"] for row in steps(found)] == [n * 8 * 16 for n in range(1, 7)]
     assert bits(whole, 5) != bits(whole / "replica_1", 5)
-    first, second = (
-        load_weights(checkpoint_folder(f, 6)).parameters() for f in (whole, whole / "replica_1")
-    )
+    paths = [checkpoint_folder(folder, 6) for folder in (whole, whole / "replica_1")]
+    first, second = (load_weights(path).parameters() for path in paths)
     assert all(map(torch.equal, first, second))  # they have just met
 
 

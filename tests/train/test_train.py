@@ -18,17 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cells import slow, sweep
-from train_runs import (
-    STORAGE,
-    TINY,
-    Runs,
-    bits,
-    check_same,
-    curve,
-    forget_after,
-    start,
-    steps,
-)
+from train_runs import STORAGE, TINY, Runs, bits, check_same, curve, forget_after, start, steps
 
 from fastpar.checkpoint.manifest import read_manifest
 from fastpar.checkpoint.reader import verify_checkpoint
@@ -467,9 +457,7 @@ def full(monkeypatch, rank, steps):
 
 
 @pytest.mark.parametrize(("async_save", "wrong_rank"), [(True, 1), slow(False, 0)])
-def test_a_full_disk_is_said_and_training_goes_on(
-    here, monkeypatch, capsys, wrong_rank, async_save
-):
+def test_a_full_disk_is_said_and_a_run_goes_on(here, monkeypatch, capsys, wrong_rank, async_save):
     """But a run without a checkpoint of its last step has failed."""
     with monkeypatch.context() as patched:
         full(patched, wrong_rank, (2, 4))
@@ -557,9 +545,7 @@ def fail(trainer):
         (fail, OSError, "the text is gone", []),
     ],
 )
-def test_what_ends_a_run_waits_for_its_save(
-    here, gate, before, monkeypatch, how, error, words, saved
-):
+def test_what_ends_a_run_waits_for_saves(here, gate, before, monkeypatch, how, error, words, saved):
     """An error that one rank alone has gives it a moment, in which it may not come."""
     monkeypatch.setattr(train_module, "_LAST_WAIT_S", 10.0 if (how, saved) == (fail, [2]) else 0.1)
 
