@@ -38,18 +38,14 @@ class Attention(SelfAttention):
     def rate(self, probs):
         return self.attn_dropout(probs)
 
-    def forward(self, x):
-        B, T, C = x.shape
-        q, k, v = (
-            t.reshape(B, T, HEADS, -1).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2)
-        )
+    def attend(self, q, k, v):
+        T = q.shape[-2]
         s = self.scores(q @ k.transpose(-2, -1) * k.shape[-1] ** -0.5)
         s = s.masked_fill(~self.mask[:, :, :T, :T], float("-inf"))
         if self.window is not None:
             near = torch.ones(T, T, dtype=torch.bool).triu(1 - self.window)
             s = s.masked_fill(~near, float("-inf"))
-        y = self.rate(s.softmax(-1)) @ v
-        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
+        return self.rate(s.softmax(-1)) @ v
 
 
 def like(base, name, **methods):
@@ -64,17 +60,9 @@ UnusualRate = like(  # dropout of the probabilities by an attribute of another n
 OutputRate = like(Attention, "OutputRate", rate=lambda self, y: y)
 
 
-def heads_of(self, x, order=(3, -1)):
-    """q, k and v, or with order (-1, 3) those of a head standing together in c_attn's output."""
-    whole = self.c_attn(x)
-    if order == (3, -1):
-        return whole.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-    return whole.unflatten(-1, (HEADS, 3, -1)).permute(3, 0, 2, 1, 4)
-
-
-def attend(self, q, k, v, causal=True):
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    return self.c_proj(y.transpose(1, 2).flatten(2))
+def interleaved(self, x):
+    """q, k and v of a head stand together in c_attn's output."""
+    return self.c_attn(x).unflatten(-1, (HEADS, 3, -1)).permute(3, 0, 2, 1, 4)
 
 
 def counting(self, x):
@@ -119,8 +107,8 @@ BASES = {"attn": SelfAttention, "edited": Attention, "mlp": FeedForward, "ln_2":
          "block": Layer}  # fmt: skip
 # in place of what, which of its methods, what that does
 IMPOSTORS = {
-    "Bidirectional": ("attn", "forward", lambda self, x: attend(self, *heads_of(self, x), False)),
-    "Interleaved": ("attn", "forward", lambda self, x: attend(self, *heads_of(self, x, (-1, 3)))),
+    "Bidirectional": ("attn", "attend", lambda self, *qkv: F.scaled_dot_product_attention(*qkv)),
+    "Interleaved": ("attn", "heads", interleaved),
     "Failing": ("attn", "forward", failing),
     "WideWindow": ("edited", "window", 60),
     "Capped": ("edited", "scores", lambda self, s: 1e4 * torch.tanh(s / 1e4)),

@@ -69,11 +69,6 @@ class PaperRates:
         return 0.0
 
 
-class SlowLinks(PaperRates):
-    def comm_s(self, send):
-        return send.bytes / 1e8
-
-
 class FreeLinks(PaperRates):
     def op_s(self, op):
         return 0.0 if op.name == "optimizer" else super().op_s(op)
@@ -156,14 +151,9 @@ def test_the_micro_batch_is_the_fastest_that_fits():
 
 
 def test_which_one_wins_and_why_others_lose():
-    winner, *others = found(world=4, limit=6e9, rates=SlowLinks)
-    best_s = winner.time.step_s
-    slower = next(e for e in others if e.time is not None and e.time.step_s > 1.01 * best_s)
-    assert " % slower: " in why_not(slower, winner, 6e9)
-    assert "more complex" in why_not(winner, winner, 6e9)
-    tight = found(world=4, limit=1e9)
-    too_large = next(e for e in tight if e.time is None)
-    assert why_not(too_large, tight[0], 1e9).startswith("does not fit: ")
+    for limit, words in ((1e9, "does not fit: "), (6e9, " % slower: "), (6e9, "more complex")):
+        estimates = found(world=4, limit=limit)
+        assert any(words in why_not(e, estimates[0], limit) for e in estimates)
     # Of layouts alike the simplest: of one rank's work only what is sent depends on the stage.
     estimates = found(world=4, rates=FreeLinks)
     winner = estimates[0]

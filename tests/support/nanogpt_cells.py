@@ -70,20 +70,22 @@ class SelfAttention(nn.Module):
         if not flash:
             self.register_buffer("bias", torch.ones(64, 64).tril()[None, None])
 
-    def forward(self, x):
-        B, T, C = x.shape
-        q, k, v = (
-            part.reshape(B, T, self.n_head, -1).transpose(1, 2)
-            for part in self.c_attn(x).split(self.n_embd, dim=2)
-        )
+    def heads(self, x):
+        """q, k and v, each [B, H, T, D]."""
+        return self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
+
+    def attend(self, q, k, v):
         if self.flash:
             p = self.dropout if self.training else 0
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
-        else:
-            scores = q @ k.transpose(-2, -1) * k.shape[-1] ** -0.5
-            scores = scores.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
-            y = self.attn_dropout(scores.softmax(-1)) @ v
-        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        T = q.shape[-2]
+        scores = q @ k.transpose(-2, -1) * k.shape[-1] ** -0.5
+        scores = scores.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
+        return self.attn_dropout(scores.softmax(-1)) @ v
+
+    def forward(self, x):
+        y = self.attend(*self.heads(x))
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(x.shape)))
 
 
 class FeedForward(nn.Module):

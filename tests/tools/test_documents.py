@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from nanogpt_cells import ARGS, write
-from torch import nn
 
 import fastpar
 from fastpar import kernels
@@ -21,7 +20,6 @@ from fastpar.kernels import backend
 from fastpar.kernels.attention import TRITON_HEAD_DIM
 from fastpar.kernels.philox import quantize_p
 from fastpar.settings.model import GPTConfig
-from fastpar.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "fastpar").rglob("README.md"))]
@@ -169,11 +167,6 @@ def test_the_times_of_the_first_screen_are_results():
     assert cell in (ROOT / "bench/results/README.md").read_text()
 
 
-def layouts():
-    with pytest.raises((ValueError, TypeError), match="pp"):
-        run_ranks(lambda: fastpar.parallelize(nn.Linear(2, 2), fastpar.Mesh(pp=2)), 2)
-
-
 def products():
     compiled = backend._C is not None and backend._C.isa() in ("avx512", "amx")
     assert backend.has_gemm == (compiled and not backend._C.cpu_is_intel())
@@ -181,12 +174,12 @@ def products():
 
 CHECKS = {
     "GPU figures": gpu_figures,
-    "Layouts": layouts,
     "Attention on GPUs": lambda: TRITON_HEAD_DIM == (16, 128, 8) or pytest.fail("head dims"),
     "fp32 products on CPUs": products,
     "Dropout": lambda: quantize_p(0.1) == 26 or pytest.fail("quantize_p"),
 }
 HELD_BY = {
+    "Layouts": "engine/test_pipeline.py",
     "Optimizers": "engine/test_refusals.py",
     "Ids out of range": "ops/test_embedding.py",
     "fp16": "train/test_start.py",
