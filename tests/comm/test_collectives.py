@@ -1,6 +1,7 @@
 """Every transport: the same operations, sums and refusals; how operations overlap."""
 
 import functools
+import gc
 import os
 import re
 import subprocess
@@ -299,35 +300,41 @@ def test_a_rank_that_skips_is_an_error_on_every_other(op, world_size):
         assert seconds < 30
 
 
-def asynchronous():
+def asynchronous(kind):
+    """Rank 1 begins when rank 0 has all its calls behind it."""
     store = dist.distributed_c10d._get_default_store()
-    c = TorchCollectives(in_rank_order=True)
-    n, results = 1000 * c.world_size + 1, []
-    if c.rank:  # until the other has all its calls behind it
+    c = TRANSPORTS[kind]()
+    if c.rank:
         store.wait(["called"])
-    xs = [torch.full((n,), float(c.rank + i)) for i in range(5)]
+    dropped = torch.ones(50_000)
+    alive, first = weakref.ref(dropped), c.all_reduce(dropped, async_op=True)
+    xs = [torch.full((1001,), float(c.rank + i)) for i in range(5)]
     part, whole = torch.empty(1000), torch.ones(1000 * c.world_size)
-    handles = [c.all_reduce(x, mean=True, async_op=True) for x in xs]
+    handles = [first, *(c.all_reduce(x, mean=True, async_op=True) for x in xs)]
     handles.append(c.reduce_scatter(part, whole, async_op=True))
     handles.append(c.all_gather(whole, part, async_op=True))  # of what the one before it made
+    del dropped
     if c.rank == 0:
-        results.append(any(handle.is_completed() for handle in handles))
+        assert not any(handle.is_completed() for handle in handles)
         with pytest.raises(TimeoutError, match=r"all_reduce: not finished within timeout_s=0.01"):
-            handles[0].wait(0.01)
+            first.wait(0.01)
+        assert first.ms is None
+        gc.collect()
+        assert alive() is not None  # the operation under way writes to it
         store.set("called", "")
-    for handle in reversed(handles):
+    for handle in (*reversed(handles), first):  # one of them again
         handle.wait()
-    results += [handle.ms > 0 for handle in handles]
-    results += [torch.equal(x, torch.full((n,), i + 0.5)) for i, x in enumerate(xs)]
-    results.append(bool((whole == 2).all()))
+    assert all(handle.is_completed() and handle.ms > 0 for handle in handles)
+    assert [x.unique().tolist() for x in xs] == [[i + 0.5] for i in range(5)]
+    assert (whole == 2).all()
     c.close()
     with pytest.raises(RuntimeError, match=r"all_reduce: the group was closed; make"):
         c.all_reduce(whole)
-    return results
 
 
-def test_the_caller_never_waits():
-    assert run_ranks(asynchronous, 2, backend="gloo") == [[False] + [True] * 13, [True] * 13]
+@pytest.mark.parametrize(("kind", "backend"), [("shm", "threads"), ("torch", "gloo")])
+def test_the_caller_never_waits(kind, backend):
+    run_ranks(asynchronous, 2, kind, backend=backend)
 
 
 EXITS = """
