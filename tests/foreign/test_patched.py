@@ -10,14 +10,12 @@ import torch
 import torch.nn.functional as F
 from foreign_models import BOTH, MODELS, gpt2, ids_for, logits_of, nano, pair, stock_bench_model
 from nanogpt_cells import NanoGPT
-from programs import SMALL, STAGES, Case, check
+from programs import STAGES, Case, check
 
 import fastpar
-from fastpar import Mesh, parallelize
 from fastpar.foreign import fused
 from fastpar.foreign.swap import swap_of
-from fastpar.settings.parallel import Parallel
-from fastpar.testing import assert_matches_oracle, run_ranks
+from fastpar.testing import assert_matches_oracle
 
 THREE = ("transformers D40", "transformers eager", "nanoGPT")
 
@@ -275,21 +273,3 @@ def test_a_patched_model_stays_fused_at_every_stage(name):
     case = Case(functools.partial(patched, name), loss_of, between=evaluate)
     for stage in STAGES:
         check(case, 2, stage)
-
-
-def compiled(stage):
-    model = patched("transformers")
-    parallelize(model, Mesh(), Parallel.of(zero_stage=stage, **SMALL))
-    with torch.no_grad():
-        want = loss_of(model, 0)
-    for block in model.transformer.h:
-        block.compile(backend="aot_eager")
-    loss = loss_of(model, 0)
-    loss.backward()
-    return (loss - want).abs().item() < 1e-5
-
-
-@pytest.mark.slow
-def test_compiled_blocks_stay_fused():
-    """Traced code runs no hooks that gather: the unit waits for all of its weights."""
-    assert all(run_ranks(compiled, 2, 3, backend="gloo", timeout_s=300))
