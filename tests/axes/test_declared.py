@@ -94,18 +94,13 @@ def test_a_report_of_a_plan():
     """Every parameter has its line, of what a plan names and of what it does not."""
 
     def rank():
-        plain = parallelize(nn.Linear(2, 2), Mesh(tp=1))
         mlp = nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)})
         model = nn.ModuleDict({"mlp": mlp, "norm": nn.LayerNorm(8)})
         plan = {"mlp.up": Column(), "mlp.down": "row"}
         parallelize(model, Mesh(tp=2), Parallel.of(**PLAIN), tp_plan=plan)
-        models = plain, model, parallelize(gpt(), Mesh(tp=2))
-        return [engine_of(model).tp_report for model in models]
+        return engine_of(model).tp_report
 
-    nothing, report, of_gpt = run_ranks(rank, 2)[0]
-    assert nothing == "tensor parallelism: tp=1, nothing is split"
-    assert of_gpt.startswith("tensor parallelism: tp=2, sequence parallelism on")
-    assert "1 h.*.mlp.c_proj.weight  [32, 128] -> [32, 64]  Shard(1)" in of_gpt
+    report = run_ranks(rank, 2)[0]
     assert "1 mlp.up.weight  [12, 8] -> [6, 8]  Shard(0)" in report
     kinds = [kind.split("\n     1 ")[1:] for kind in report.split(" parameters, ")[1:]]
     assert [[line.split()[0] for line in kind] for kind in kinds] == [
