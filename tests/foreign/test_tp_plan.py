@@ -245,32 +245,6 @@ def test_ranks_that_would_draw_other_masks_are_refused(monkeypatch):
 # What people do with a transformers model
 
 
-def saved(model, folder):
-    model = copy.deepcopy(model)
-    parallelize(model, Mesh(tp=2), Parallel.of(sequence_parallel=False))
-    state = model.state_dict()
-    model.load_state_dict({name: x * 2 for name, x in state.items()})
-    twice = model.state_dict()
-    torch.distributed.barrier()
-    if Mesh(tp=2).rank == 0:
-        model.save_pretrained(folder, state_dict=dict(state))  # which takes tied ones out
-    return state, twice
-
-
-def test_state_dict_and_save_pretrained(tmp_path):
-    import transformers
-
-    model, _ = model_and_reference("transformers")
-    for state, twice in run_ranks(saved, 2, model, tmp_path):
-        assert list(state) == list(model.state_dict())
-        for name, want in model.state_dict().items():
-            assert torch.equal(state[name], want)
-            assert torch.equal(twice[name], want * 2)
-    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64)
-    for name, want in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], want)
-
-
 @sweep("name", ["transformers", "transformers patched"])
 def test_generate(name):
     model, _ = model_and_reference(name)
