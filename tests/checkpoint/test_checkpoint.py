@@ -251,10 +251,7 @@ def test_ranks_that_split_a_model_refuse_together(tmp_path):
 @sweep(
     ["content", "problem"],
     [
-        (b"", "not JSON: Expecting value"),
-        (b"\xff", "not UTF-8 at byte 0"),
         (b"[1]", "not a JSON object but list"),
-        (b'{"step": 1, "step": 2}', "'step' twice"),
         (b"{}", "step=None"),
         (b'{"step": true}', "step=True"),
         (b'{"step": 1, "model": 3}', "argument after .* must be a mapping"),
