@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import sys
-from collections import ChainMap
 from dataclasses import replace
 from itertools import pairwise
 
@@ -129,13 +128,13 @@ def test_import_and_export_give_the_same_bytes(pair, transformers, tmp_path, dty
     ours = load_hf(tmp_path / "in")
     assert {p.dtype for p in ours.parameters()} == {dtype}
     save_hf(ours, tmp_path / "out", max_shard_bytes=shard, eos_token_id=7)
-    given, written = (
-        [load_file(file) for file in sorted((tmp_path / folder).glob("*.safetensors"))]
-        for folder in ("in", "out")
-    )
-    assert (len(given) > 1) == (len(written) > 1) == (shard == 100_000)
+    given, written = {}, {}
+    for folder, tensors in (("in", given), ("out", written)):
+        files = list((tmp_path / folder).glob("*.safetensors"))
+        assert (len(files) > 1) == (shard == 100_000)
+        for file in files:
+            tensors |= load_file(file)
     assert (tmp_path / "out" / hf.INDEX_FILE).exists() == (shard == 100_000)
-    given, written = (dict(ChainMap(*tensors)) for tensors in (given, written))
     assert {t.dtype for t in written.values()} == {dtype}
     assert bytes_of(written) == bytes_of(given)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -144,9 +143,6 @@ def test_import_and_export_give_the_same_bytes(pair, transformers, tmp_path, dty
     assert (again.config.eos_token_id, again.config.bos_token_id) == (7, None)
     assert again.dtype == dtype
     assert bytes_of(again.state_dict()) == bytes_of(theirs.state_dict())
-    idx = random_ids(theirs.config, theirs.config.n_positions)
-    with torch.no_grad():
-        assert torch.equal(again.eval()(idx).logits, theirs(idx).logits)
 
 
 @pytest.fixture
@@ -198,15 +194,14 @@ def test_round_trip_without_transformers(model, folder):
 @pytest.mark.parametrize("max_shard_bytes", [1, 30_000])
 def test_shards_hold_at_most_what_was_asked(model, tmp_path, max_shard_bytes):
     save_hf(model, tmp_path, max_shard_bytes=max_shard_bytes)
-    files = sorted(tmp_path.glob("*.safetensors"))
-    weights = list_weights(model)
+    files, weights, sizes = sorted(tmp_path.glob("*.safetensors")), list_weights(model), []
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     index = json.loads((tmp_path / hf.INDEX_FILE).read_text())
     assert index["metadata"]["total_size"] == sum(w.nbytes for w in weights)
-    shards = [load_file(file) for file in files]
-    sizes = [sum(t.nbytes for t in shard.values()) for shard in shards]
-    for file, shard, size in zip(files, shards, sizes):
-        assert len(shard) == 1 or size <= max_shard_bytes
+    for file in files:
+        shard = load_file(file)
+        sizes.append(sum(t.nbytes for t in shard.values()))
+        assert len(shard) == 1 or sizes[-1] <= max_shard_bytes
         assert {index["weight_map"][name] for name in shard} == {file.name}
         with safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}  # transformers < 5 refuses others
@@ -317,10 +312,8 @@ def test_damaged_or_missing_files_are_named(folder, tmp_path):
     """A pipe is not waited for."""
     refused(tmp_path / "none", r"readable config.json, got .*none/config.json \(no such")
     weights, config = folder / hf.WEIGHTS_FILE, folder / "config.json"
-    whole = weights.read_bytes()
-    for size in (len(whole) - 1, 100, 4, 0):
-        weights.write_bytes(whole[:size])
-        refused(folder, r"complete safetensors file, got .*model.safetensors \(")
+    weights.write_bytes(weights.read_bytes()[:-1])  # test_tensor_file.py damages them in all ways
+    refused(folder, r"complete safetensors file, got .*model.safetensors \(")
     weights.unlink()
     refused(folder, r"model.safetensors or .*index.json, got neither in folder=")
     os.mkfifo(weights)
@@ -337,8 +330,6 @@ def test_damaged_or_missing_files_are_named(folder, tmp_path):
 def test_damaged_shards_are_named(model, tmp_path):
     save_hf(model, tmp_path, max_shard_bytes=30_000)
     shard, index = sorted(tmp_path.glob("*.safetensors"))[1], tmp_path / hf.INDEX_FILE
-    shard.write_bytes(shard.read_bytes()[:-1])
-    refused(tmp_path, f"complete safetensors file, got .*{shard.name}")
     shard.unlink()
     refused(tmp_path, f"complete safetensors file, got .*{shard.name}")
     for name in ("../model.safetensors", "/etc/passwd", "a/b", "..", 3):
@@ -359,13 +350,12 @@ def test_a_saved_model_is_never_overwritten(model, folder):
 
 def test_a_failed_save_leaves_no_model_and_can_be_repeated(model, tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
-    opened = []
+    opened = set()
 
     class FailAtTheThird(TensorFile):
         def write(self, name, tensor):
             super().write(name, tensor)
-            if self not in opened:
-                opened.append(self)
+            opened.add(self)
             if len(opened) == 3:
                 raise OSError("disk full")
 

@@ -1,7 +1,6 @@
 """fastpar's nn.Modules against torch's: results, dtypes, keys, copies, compilation, errors."""
 
 import copy
-import functools
 import pickle
 
 import pytest
@@ -17,23 +16,14 @@ from fastpar.kernels.philox import Rng, draw_key
 from fastpar.testing import assert_matches_oracle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# ours, torch's, an input: every module that has a counterpart in torch.
-PAIRS = {
-    f"{ours.__name__} {args or ''} {options or ''}".strip(): (ours, torchs, args, options)
-    for ours, torchs, args, options in [
-        (fastpar.nn.LayerNorm, nn.LayerNorm, (24,), {}),
-        (fastpar.nn.LayerNorm, nn.LayerNorm, (24, 1e-2), {}),
-        (fastpar.nn.LayerNorm, nn.LayerNorm, ((6, 24),), {}),
-        (fastpar.nn.LayerNorm, nn.LayerNorm, (24,), {"bias": False}),
-        (fastpar.nn.LayerNorm, nn.LayerNorm, (24,), {"elementwise_affine": False}),
-        (fastpar.nn.RMSNorm, nn.RMSNorm, (24,), {}),
-        (fastpar.nn.RMSNorm, nn.RMSNorm, (24, 1e-2), {}),
-        (fastpar.nn.RMSNorm, nn.RMSNorm, ((6, 24),), {}),
-        (fastpar.nn.RMSNorm, nn.RMSNorm, (24,), {"elementwise_affine": False}),
-        (fastpar.nn.GELU, nn.GELU, (), {}),
-        (fastpar.nn.GELU, nn.GELU, ("tanh",), {}),
-    ]
-}
+# Every module that has a counterpart of its name in torch, and arguments.
+PAIRS = [
+    *(("LayerNorm", args, {}) for args in ((24,), (24, 1e-2), ((6, 24),))),
+    *(("LayerNorm", (24,), {option: False}) for option in ("bias", "elementwise_affine")),
+    *(("RMSNorm", args, {}) for args in ((24,), (24, 1e-2), ((6, 24),))),
+    ("RMSNorm", (24,), {"elementwise_affine": False}),
+    *(("GELU", args, {}) for args in ((), ("tanh",))),
+]
 
 
 def randomize(module):
@@ -44,11 +34,9 @@ def randomize(module):
     return module
 
 
-def make(name, dtype=torch.float32):
-    ours, torchs, args, options = PAIRS[name]
-    ours, torchs = ours(*args, **options).to(dtype), torchs(*args, **options).to(dtype)
-    randomize(torchs)
-    ours.load_state_dict(torchs.state_dict())
+def make(name, *args, dtype=torch.float32, **options):
+    ours, torchs = (getattr(of, name)(*args, **options).to(dtype) for of in (fastpar.nn, nn))
+    ours.load_state_dict(randomize(torchs).state_dict())
     return ours, torchs
 
 
@@ -61,17 +49,17 @@ def functional(module):
     return run
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_matches_torch(name):
+@pytest.mark.parametrize(("name", "args", "options"), PAIRS)
+def test_matches_torch(name, args, options):
     """Keys and repr, results and gradients, dtypes under autocast."""
     for dtype in DTYPES:
-        ours, torchs = make(name, dtype)
+        ours, torchs = make(name, *args, dtype=dtype, **options)
         # Small rows, so that eps counts.
         x = (torch.randn(3, 5, 6, 24) * 0.1).to(dtype).requires_grad_()
         inputs = (x, *torchs.parameters())
         report = assert_matches_oracle(functional(ours), functional(torchs), inputs)
         assert len(report) == 1 + len(inputs)
-    ours, torchs = make(name)
+    ours, torchs = make(name, *args, **options)
     assert isinstance(ours, type(torchs))
     assert list(ours.state_dict()) == list(torchs.state_dict())
     assert repr(ours) == repr(torchs)
@@ -85,7 +73,7 @@ def test_matches_torch(name):
 
 @sweep("dtype", DTYPES)
 def test_the_default_eps_of_rms_norm_is_torchs(dtype):
-    ours, torchs = make("RMSNorm (24,)", dtype)
+    ours, torchs = make("RMSNorm", 24, dtype=dtype)
     x = (torch.randn(4, 24) * 1e-4).to(dtype)  # the mean square is far below fp16's epsilon
     eps = torch.finfo(torch.float32).eps
     exact = lambda x: F.rms_norm(x, (24,), torchs.weight.to(x.dtype), eps)  # noqa: E731
@@ -171,34 +159,36 @@ def cast(f):
     return run
 
 
-def stock_mlp(x, *parameters, approximate):
-    first, second = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
-    return F.linear(F.gelu(F.linear(x, *first), approximate=approximate), *second)
+def stock_mlp(x, approximate):
+    return F.gelu(x, approximate=approximate)
 
 
-def stock_attention(x, *parameters, softmax_scale):
-    first, second = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
-    q, k, v = F.linear(x, *first).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+def stock_attention(qkv, softmax_scale):
+    q, k, v = qkv.unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
     o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=softmax_scale)
-    return F.linear(o.transpose(1, 2).flatten(2), *second)
+    return o.transpose(1, 2).flatten(2)
 
 
 @sweep("bias", [True, False])
 @sweep(
-    ("make", "stock", "options"),
+    ("module", "args", "first", "stock", "options"),
     [
-        *((lambda **how: fastpar.nn.MLP(16, 40, **how), stock_mlp, {"approximate": form})
+        *((fastpar.nn.MLP, (16, 40), "c_fc", stock_mlp, {"approximate": form})
           for form in ("tanh", "none")),
-        *((lambda **how: fastpar.nn.CausalSelfAttention(16, 2, **how), stock_attention,
+        *((fastpar.nn.CausalSelfAttention, (16, 2), "c_attn", stock_attention,
            {"softmax_scale": scale}) for scale in (None, 0.7)),
     ],
 )  # fmt: skip
-def test_mlp_and_attention_match_torch(make, stock, options, bias):
+def test_mlp_and_attention_match_torch(module, args, first, stock, options, bias):
     """Under autocast at most with twice the error of torch's own composition under it."""
-    ours, torchs = randomize(make(bias=bias, **options)), functools.partial(stock, **options)
-    first = "c_fc" if stock is stock_mlp else "c_attn"
+    ours = randomize(module(*args, bias=bias, **options))
     kinds = ("weight", "bias") if bias else ("weight",)
     assert list(ours.state_dict()) == [f"{n}.{kind}" for n in (first, "c_proj") for kind in kinds]
+
+    def torchs(x, *parameters):
+        n = len(parameters) // 2
+        return F.linear(stock(F.linear(x, *parameters[:n]), **options), *parameters[n:])
+
     inputs = (torch.randn(3, 7, 16, requires_grad=True), *ours.parameters())
     assert_matches_oracle(functional(ours), torchs, inputs)
     assert_matches_oracle(cast(functional(ours)), torchs, inputs, eager=cast(torchs))

@@ -1,5 +1,6 @@
-"""adamw_step_ against its oracle; what every storage mode keeps; the same bits however the work is
-cut, on a CPU and in CUDA; the forms of the state against their definition; what is refused.
+"""adamw_step_ beyond test_cases.py and optim/test_steps.py: what every storage mode keeps; the same
+bits however the work is cut, on a CPU and in CUDA; the forms of the state against their definition;
+what is refused.
 
 Statistical tests say 5.5 standard deviations: a false alarm in less than 1 of 10^7 runs, and none
 once a seed has passed, since every random number here is a function of seeds.
@@ -11,10 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from adamw_bound import Bound
 from cells import sweep
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fastpar.kernels import _C, Hyper, adamw, adamw_step_, adamw_step_flat_, backend, choice
 from fastpar.kernels.adamw import (
@@ -68,6 +66,10 @@ KEYWORDS = dict(
     zip(NAMES[4:], ("master_weights", "max_exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales"))
 )
 State = dict[str, torch.Tensor]
+
+
+def zeros(*shape: int, dtype: torch.dtype = F32) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=dtype)]
 
 
 def make(n: int, mode: Mode, seed: int = 0) -> State:
@@ -143,56 +145,6 @@ def widened(state: State, mode: Mode) -> State:
 # The step
 
 
-hyper_parameters = st.builds(
-    Hyper,
-    lr=st.floats(0, 0.1),
-    beta1=st.floats(0, 0.999),
-    beta2=st.floats(0, 0.9999),
-    eps=st.floats(1e-8, 1e-2),
-    weight_decay=st.floats(0, 1),
-    step=st.integers(1, 10_000),
-)
-
-
-@given(
-    shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), max_size=5),
-    hypers=st.lists(hyper_parameters, min_size=1, max_size=3),
-    amsgrad=st.booleans(),
-    maximize=st.booleans(),
-    scale=st.one_of(st.none(), st.floats(2**-10, 8, width=32)),
-    magnitude=st.sampled_from([1e-6, 1.0, 100.0]),
-    data=st.data(),
-)
-def test_any_step_is_within_the_bound_of_the_oracle(
-    shapes, hypers, amsgrad, maximize, scale, magnitude, data
-):
-    """In fp32: other modes are roundings of it (test_every_mode_is_fp32s_step_and_then_stored)."""
-    n = len(shapes)
-    hyper_index = data.draw(st.lists(st.integers(0, len(hypers) - 1), min_size=n, max_size=n))
-    weights = [torch.randn(shape) for shape in shapes]
-    grads = [torch.randn(shape) * magnitude for shape in shapes]
-    exp_avgs = [torch.randn(shape) * 0.1 for shape in shapes]
-    exp_avg_sqs, most = ([torch.rand(shape) * 0.1 for shape in shapes] for _ in range(2))
-    lists = (weights, grads, exp_avgs, exp_avg_sqs, most)
-    before = [[t.double() for t in tensors] for tensors in lists]
-    adamw_step_(
-        weights, grads, exp_avgs, exp_avg_sqs, hypers, hyper_index=hyper_index, maximize=maximize,
-        max_exp_avg_sqs=most if amsgrad else None,
-        grad_scale=None if scale is None else torch.tensor(scale),
-    )  # fmt: skip
-    for i, exact in enumerate(zip(*before)):
-        w0, _, m0, v0, _ = (t.clone() for t in exact)
-        hyper, factor = hypers[hyper_index[i]]._asdict(), 1.0 if scale is None else scale
-        options = {"grad_scale": factor, "maximize": maximize}
-        options["max_exp_avg_sqs"] = [exact[4]] if amsgrad else None
-        adamw_step_ref(*([t] for t in exact[:4]), **hyper, **options)
-        bound = Bound(w0.shape)
-        w1, g, m1, v1, u1 = exact if amsgrad else (*exact[:4], exact[3])
-        g = g * factor * (-1 if maximize else 1)
-        bound.step(g, int(scale is not None), w0, m0, v0, w1, m1, v1, u1, **hyper)
-        bound.holds(weights[i], exp_avgs[i], exp_avg_sqs[i], {"p": w1, "m": m1, "v": v1})
-
-
 def test_odd_calls():
     """Nothing; two types at once; gradients that are expanded; a dimension of one; nan and inf."""
     adamw_step_([], [], [], [], HYPER)
@@ -204,16 +156,16 @@ def test_odd_calls():
     adamw_step_(*both, HYPER, master_weights=[low["master"], None])
     assert same_bits(low, alone[0])
     assert same_bits(high, alone[1])
-    row = torch.randn(1, 20)
-    first, second = ([torch.ones(30, 20), torch.zeros(30, 20), torch.zeros(30, 20)] for _ in "01")
-    adamw_step_(first[:1], [row.expand(30, 20)], first[1:2], first[2:], HYPER)
-    adamw_step_(second[:1], [row.repeat(30, 1)], second[1:2], second[2:], HYPER)
-    assert torch.equal(first[0], second[0])
-    p, m, v = torch.ones(1, 5), torch.empty_strided((1, 5), (9, 1)).zero_(), torch.zeros(1, 5)
-    adamw_step_([p], [torch.ones(1, 5)], [m], [v], HYPER._replace(step=1))
+    row, stepped = torch.randn(1, 20), []
+    for g in (row.expand(30, 20), row.repeat(30, 1)):
+        stepped.append(torch.ones(30, 20))
+        adamw_step_(stepped[-1:], [g], zeros(30, 20), zeros(30, 20), HYPER)
+    assert torch.equal(*stepped)
+    p, m = torch.ones(1, 5), torch.empty_strided((1, 5), (9, 1)).zero_()
+    adamw_step_([p], [torch.ones(1, 5)], [m], zeros(1, 5), HYPER._replace(step=1))
     torch.testing.assert_close(p, torch.full((1, 5), 1 - 1e-3 - 1e-2))
     p, g = torch.zeros(3), torch.tensor([torch.nan, torch.inf, 1.0])
-    adamw_step_([p], [g], [torch.zeros(3)], [torch.zeros(3)], HYPER)
+    adamw_step_([p], [g], zeros(3), zeros(3), HYPER)
     assert p.isnan().tolist() == [True, True, False]
 
 
@@ -377,32 +329,23 @@ def test_same_bits_for_any_cut_threads_and_isa(mode, isas):
 
 def test_alignment_torture(mode):
     """Every offset of 0 to 63 bytes and every tail, with bytes around the arrays left alone."""
-    longest = 70
-    before = make(longest, mode)
-    fenced = {}
-    for name, t in before.items():
-        memory = torch.full((longest * t.element_size() + 256,), 0xA5, dtype=U8)
-        shift = -memory.data_ptr() % 64
-        fenced[name] = memory[shift : shift + longest * t.element_size() + 128]
-    for n in range(longest + 1):
+    before = make(70, mode)
+    for n in range(71):
         expected = clone(part(before, 0, n))
         step([expected], mode, zero_grad=True)
         # Few of the long ones: a tail is the rest of a division by at most 64 elements.
         for offset in range(64) if n % 23 == 0 or n < 4 else (n % 64,):
-            state = {}
+            state, fenced, inside = {}, {}, {}
             for name, t in part(before, 0, n).items():
-                size = t.element_size()
-                at = offset // size * size
-                fenced[name].fill_(0xA5)
-                state[name] = fenced[name][at : at + t.numel() * size].view(t.dtype)
-                state[name].copy_(t)
+                fenced[name] = torch.full((t.nbytes + 256,), 0xA5, dtype=U8)
+                at = -fenced[name].data_ptr() % 64 + offset // t.itemsize * t.itemsize
+                inside[name] = slice(at, at + t.nbytes)
+                state[name] = fenced[name][inside[name]].view(t.dtype).copy_(t)
             step([state], mode, zero_grad=True)
             for name, t in expected.items():
-                at = offset // t.element_size() * t.element_size()
-                stop = at + t.numel() * t.element_size()
-                assert torch.equal(fenced[name][at:stop], t.view(U8)), (name, n, offset)
-                assert (fenced[name][:at] == 0xA5).all()
-                assert (fenced[name][stop:] == 0xA5).all()
+                want = torch.full_like(fenced[name], 0xA5)
+                want[inside[name]] = t.view(U8)
+                assert torch.equal(fenced[name], want), (name, n, offset)
 
 
 @sweep("zero_grad", [False, True])
@@ -509,14 +452,6 @@ def check(states: list[State], mode: Mode, device: str, hypers=HYPER, **kwargs) 
     assert all(map(same_bits, got, expected))
 
 
-def shift_on(state: State, offsets: dict[str, int], device: str) -> State:
-    moved = {}
-    for name, t in state.items():
-        memory = torch.zeros(t.numel() + offsets.get(name, 0), dtype=t.dtype, device=device)
-        moved[name] = memory[offsets.get(name, 0) :].copy_(t)
-    return moved
-
-
 def test_cuda_has_the_bits_of_the_cpu(cuda_device, mode):
     """Sizes around blocks and chunks; each option; pieces, ranges; all kinds of alignment."""
     sizes = (0, 1, 7, 255, 256, 257, 2 * CHUNK + 300)
@@ -539,7 +474,10 @@ def test_cuda_has_the_bits_of_the_cpu(cuda_device, mode):
     state = make(700, mode)
     (expected,) = on_cpu([state], mode)
     for offsets in (*({name: 1} for name in state), *(dict.fromkeys(state, n) for n in (1, 2, 4))):
-        moved = shift_on(state, offsets, cuda_device)
+        moved = {}
+        for name, t in state.items():
+            n = offsets.get(name, 0)
+            moved[name] = torch.cat([t.new_zeros(n), t]).to(cuda_device)[n:]
         step([moved], mode)
         assert same_bits(moved, expected), offsets
 
@@ -698,10 +636,6 @@ def test_a_nan_stays_one_whatever_its_lower_bits(master_dtype):
 # What is refused
 
 
-def zeros(*shape, dtype=F32):
-    return [torch.zeros(shape, dtype=dtype)]
-
-
 P, G, M, V = [torch.ones(4)], [torch.ones(4)], *(zeros(4) for _ in "mv")
 LISTS = {"params": P, "grads": G, "exp_avgs": M, "exp_avg_sqs": V}
 LOW, HALF, REMAINDER = [P[0].bfloat16()], [P[0].half()], zeros(4, dtype=torch.int16)
@@ -833,8 +767,7 @@ def test_dtypes_that_were_accepted_are_no_reason_to_look_less(name, form):
         lists |= {"params": [torch.ones(8, 6).bfloat16()], name: [torch.ones(8, 6)]}
     if name in SCALES:
         del lists["max_exp_avg_sqs"]
-        lists |= {n: [torch.ones(8, 6, dtype=U8)] for n in OF_CODES}
-        lists |= {n: [torch.ones(1)] for n in SCALES}
+        lists |= dict.fromkeys(OF_CODES, zeros(8, 6, dtype=U8)) | dict.fromkeys(SCALES, zeros(1))
     adamw_step_(**lists, hypers=HYPER)
     lists[name] = [change(lists[name][0])]
     with pytest.raises(ValueError, match=f"adamw_step_: expected {words}"):

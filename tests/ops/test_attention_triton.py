@@ -1,6 +1,7 @@
 """Attention's Triton kernels beyond test_cases.py: tiles of every kind, masks kept as bits,
 strides, what is written and what is not; in the interpreter or on a GPU."""
 
+import functools
 import math
 
 import pytest
@@ -13,11 +14,7 @@ pytest.importorskip("triton", reason="needs triton")
 from fastpar.kernels import Rng, attention, attention_qkvpacked, keep_mask, make_key, triton_launch
 from fastpar.kernels.attention import BITS, Mask, _attention_bits, bits_shape, bits_triton, plans
 from fastpar.kernels.attention import triton as host
-from fastpar.kernels.attention.plans import (
-    SECTIONS,
-    Config,
-    tma_reads,
-)
+from fastpar.kernels.attention.plans import Config, tma_reads
 from fastpar.kernels.cases import attention_case
 
 F32, F16 = torch.float32, torch.float16
@@ -87,12 +84,6 @@ def test_the_mask_does_not_depend_on_the_tile(triton_device, monkeypatch, kept, 
         check(attention_case(1, 140, 16, 1, triton_device, p=0.4), F32, triton_device)
 
 
-def test_a_section_is_of_the_heads_that_fit():
-    k = (2, 1024, 3, 64), 2  # of bf16: 256 KB a head
-    for section, heads in ((SECTIONS.get(80), 64), (SECTIONS.kind(1), 4)):
-        assert plans.heads_per_section(*k, section.megabytes) == heads
-
-
 def test_heads_by_sections_are_all_computed(triton_device, monkeypatch):
     """Sections that do not divide the number of heads; see [Note: order]."""
     inputs = [torch.randn(1, 20, h, 16).to(triton_device) for h in (6, 3, 3)]
@@ -107,51 +98,16 @@ def test_heads_by_sections_are_all_computed(triton_device, monkeypatch):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("recorded", [80, 90])
-def test_descriptors_are_hoppers(recorded):
-    used: dict[str, set[bool]] = {"fwd": set(), "bwd": set()}
-    for label, call in host.aot_calls():
-        with triton_launch.record(recorded) as launches:
-            call()
-        assert len(launches) == 3, label
-        for launch in launches:
-            used["fwd" if "_fwd_" in launch.name else "bwd"].add(launch.constants["TMA"])
-    expected = {True, False} if recorded == 90 else {False}
-    assert used == {"fwd": expected, "bwd": expected}
-
-
 # What is read and written
 
 
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("causal", [True, False])
-def test_every_output_is_written(triton_device, causal):
-    """NaN in fresh memory and in the gradients reaches no result; unseeing queries included. lse is
-    the logarithm of the sum in base 2."""
-    q, k, v = (torch.randn(1, n, 1, 40).to(triton_device) for n in (70, 65, 65))
-    o, lse, *grads = run(q, k, v, torch.randn_like(q), causal=causal)
-    for x in (o, *grads):
-        assert x.isfinite().all()
-    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) * 40**-0.5
-    if causal:
-        scores.masked_fill_(~torch.ones(70, 65, dtype=torch.bool).tril(-5).to(q.device), -math.inf)
-    want = scores.logsumexp(-1) / math.log(2)
-    want[want == -math.inf] = math.inf  # probabilities 2**(s - lse) of unseeing queries are 0
-    torch.testing.assert_close(lse.double(), want, rtol=1e-6, atol=1e-6)
+WRONG = [
+    *([5, 30, 70], [0, 30, 200], [0, 60, 20, 70], [70, 35, 0], [0, 0, 0, 70]),
+    *([-(2**31), 2**31 - 1, 40], [2**31 - 1, 2**31 - 1]),
+]
 
 
-@sweep(
-    "cu",
-    [
-        [5, 30, 70],
-        [0, 30, 200],
-        [0, 60, 20, 70],
-        [-(2**31), 2**31 - 1, 40],
-        [70, 35, 0],
-        [0, 0, 0, 70],
-        [2**31 - 1, 2**31 - 1],
-    ],
-)
+@sweep("cu", WRONG)
 def test_wrong_cu_seqlens_write_nowhere_else(triton_device, cu):
     q, k, v, do = (torch.randn(70, 1, 32).to(triton_device, torch.float16) for _ in range(4))
     cu = torch.tensor(cu, dtype=torch.int32).to(triton_device)
@@ -277,16 +233,12 @@ def test_the_op_with_bits_passes_torchs_checks(triton_device):
     with BITS.trying((), Mask(1)):
         tests = ("test_schema", "test_faketensor")
         torch.library.opcheck(_attention_bits.overload, args, test_utils=tests)
-        (qkv,) = (draw(triton_device, 1, 20, 3, 1, 16),)
-        call = torch.compile(
-            lambda qkv: attention_qkvpacked(qkv, dropout_p=0.3, rng=RNG),
-            backend="aot_eager",
-            fullgraph=True,
-        )
-        want, got = attention_qkvpacked(qkv, dropout_p=0.3, rng=RNG), call(qkv)
+        qkv = draw(triton_device, 1, 20, 3, 1, 16)
+        eager = functools.partial(attention_qkvpacked, dropout_p=0.3, rng=RNG)
+        got = torch.compile(eager, backend="aot_eager", fullgraph=True)(qkv)
+        want = eager(qkv)
         assert torch.equal(got, want)
-        for a, b in zip(*(torch.autograd.grad(x.sum(), qkv) for x in (got, want))):
-            assert torch.equal(a, b)
+        assert torch.equal(*(torch.autograd.grad(x.sum(), qkv)[0] for x in (got, want)))
 
 
 def test_bits_take_an_eighth_of_a_byte_an_element_and_are_kept_on_hopper():

@@ -46,15 +46,9 @@ def test_every_gpu_has_tiles_of_attention(arch, section):
     assert Config(64, 128, 4, 2, "tma") in candidates(90, "bwd_dq", 64, "plain")
 
 
-@pytest.fixture
-def path(tmp_path):
-    copy = tmp_path / "configs.json"
-    copy.write_text(TABLE.path.read_text())
-    return copy
-
-
-def test_an_impossible_entry_and_a_missing_one_are_named(path):
-    table, entry = json.loads(path.read_text()), TABLE.get(80, "bwd_dq", 64, "dropout")._asdict()
+def test_an_impossible_entry_and_a_missing_one_are_named(tmp_path):
+    path, entry = tmp_path / "configs.json", TABLE.get(80, "bwd_dq", 64, "dropout")._asdict()
+    table = json.loads(TABLE.path.read_text())
     for wrong, words in (
         ({**entry, "block_q": 48}, "expected 16, 32, 64, 128 or 256, got block_q=48"),
         ({**entry, "num_stages": 0}, "expected 1 to 5, got num_stages=0"),
@@ -72,19 +66,19 @@ def test_an_impossible_entry_and_a_missing_one_are_named(path):
         TABLE.write(80, PLACE, TRIED, path)
 
 
-def test_write_changes_one_line_and_calls_after_it_use_it(path, monkeypatch):
-    before = path.read_text().splitlines()
-    monkeypatch.setattr(TABLE, "path", path)
-    config = TRIED._replace(load="ptr")
+def test_write_changes_one_line_and_calls_after_it_use_it(tmp_path, monkeypatch):
+    before, config = TABLE.path.read_text(), TRIED._replace(load="ptr")
+    monkeypatch.setattr(TABLE, "path", tmp_path / "configs.json")
+    TABLE.path.write_text(before)
     try:
         assert get_config(80, *PLACE) != config
         TABLE.write(80, PLACE, config)
         assert get_config(80, *PLACE) == config
     finally:
         get_config.cache_clear()
-    after = path.read_text().splitlines()
-    assert sum(a != b for a, b in zip(before, after, strict=True)) == 1
-    assert TABLE.load(path)[(80, *PLACE)] == config
+    lines = zip(before.splitlines(), TABLE.path.read_text().splitlines(), strict=True)
+    assert sum(a != b for a, b in lines) == 1
+    assert TABLE.load(TABLE.path)[(80, *PLACE)] == config
 
 
 def test_trying_reaches_every_gpu_and_is_undone():

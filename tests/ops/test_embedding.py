@@ -53,13 +53,12 @@ def test_nothing_int32_and_one_tensor_as_both(place):
     for shape, c in (((0, 4), 4), ((2, 0), 4), ((1, 2), 0)):
         wte, wpe = tables(5, 6, c, device=place)
         idx = torch.zeros(shape, dtype=torch.int64, device=place)
-        x = embedding(idx, wte, wpe)
-        assert x.shape == (*shape, c)
-        x.sum().backward()
+        for total in (None, torch.ones(5, c, device=place)):
+            x = embedding(idx, wte, wpe, wte_grad=total)
+            assert x.shape == (*shape, c)
+            x.sum().backward()
         assert not wte.grad.any()
         assert not wpe.grad.any()
-        total = torch.ones(5, c, device=place)
-        embedding(idx, wte, wpe, wte_grad=total).sum().backward()
         assert (total == 1).all()
     one, idx = torch.randn(5, 4, device=place), torch.tensor([[4, 0, 3]], device=place)
     assert torch.equal(embedding(idx.int(), one, one), one[idx] + one[:3])
@@ -165,34 +164,26 @@ def test_ids_outside_give_nan_and_no_gradient(triton_device, wrong):
 
     wte, wpe = (t.detach().to(triton_device) for t in tables(5, 3, 20))
     idx = torch.tensor([[4, wrong, 0]], device=triton_device)
-    mask = (make_key(1, 2, triton_device), 3, 77)
     x = embedding_triton.embedding_fwd(idx, wte, wpe, 0, None, 0, 0)
     assert x[0, 1].isnan().all()
     assert torch.equal(x[0, [0, 2]], wte[[4, 0]] + wpe[[0, 2]])
+    mask = (make_key(1, 2, triton_device), 3, 77)
     dropped = embedding_triton.embedding_fwd(idx, wte, wpe, 0, *mask)
     assert (dropped[0, 1].isnan() | (dropped[0, 1] == 0)).all()
-    dx = torch.ones(1, 3, 20, device=triton_device)
+    # With a run of them that crosses a border of the sorted list.
+    idx = torch.tensor([[4, *[wrong] * 3 * PIECE, 0]], device=triton_device)
+    dx = torch.ones(*idx.shape, 20, device=triton_device)
     for add in (False, True):
         # Rows of a larger buffer on each side: nothing may be written there.
         around = torch.zeros(9, 20, device=triton_device)
         embedding_triton.embedding_bwd_wte(dx, idx, None, 0, 0, around[2:7], add)
         assert torch.equal(around[:, 0].cpu(), torch.tensor([0.0, 0, 1, 0, 0, 0, 1, 0, 0]))
-    # A run of them that crosses a border of the sorted list.
-    many = torch.full((1, 3 * PIECE), wrong, device=triton_device)
-    around.zero_()
-    ones = torch.ones(1, 3 * PIECE, 20, device=triton_device)
-    embedding_triton.embedding_bwd_wte(ones, many, None, 0, 0, around[2:7], False)
-    assert (around == 0).all()
 
 
 IDX = torch.tensor([[4, 0]])
 
 
-def ones(*shape, **kwargs):
-    return torch.ones(shape, **kwargs)
-
-
-WTE, WPE = ones(5, 4), ones(3, 4)
+WTE, WPE = torch.ones(5, 4), torch.ones(3, 4)
 
 
 @sweep(
@@ -205,15 +196,15 @@ WTE, WPE = ones(5, 4), ones(3, 4)
         ((IDX, WTE[0]), {}, r"expected wte \[V, C\] of a floating dtype, got wte=\[4\]"),
         ((IDX, WTE.long()), {}, r"expected wte \[V, C\] of a floating dtype, got .*int64"),
         ((IDX, WTE.to("meta")), {}, r"expected idx on wte's device meta, got idx on cpu"),
-        ((IDX, WTE, ones(3, 5)), {}, r"wpe \[positions, C\] with C=4, got wpe=\[3, 5"),
+        ((IDX, WTE, WPE.new_ones(3, 5)), {}, r"wpe \[positions, C\] with C=4, got wpe=\[3, 5"),
         ((IDX, WTE, WPE.half()), {}, r"expected wpe like wte .*got wpe=torch.float16"),
         *(((IDX, WTE, WPE), {"first_position": n}, rf"in \[0, 3\), got first_position={n}")
           for n in (2, -1)),
         *(((IDX, WTE), {"wte_grad": bad}, words) for bad, words in (
-            (ones(5, 3), r"expected wte_grad like wte \(\[5, 4\], cpu\), got wte_grad=\[5, 3\]"),
+            (WTE[:, :3], r"expected wte_grad like wte \(\[5, 4\], cpu\), got wte_grad=\[5, 3\]"),
             (WTE.to("meta"), r"got wte_grad=\[5, 4\] on meta"),
             (WTE.half(), r"expected wte_grad of wte's dtype .*, got wte_grad=torch.float16"),
-            (ones(4, 5).T, r"wte_grad with contiguous rows, got wte_grad.stride\(\)=\(1, 5\)"),
+            (torch.ones(4, 5).T, r"with contiguous rows, got wte_grad.stride\(\)=\(1, 5\)"),
         )),
     ],
 )  # fmt: skip

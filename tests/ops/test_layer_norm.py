@@ -1,8 +1,6 @@
 """layer_norm, rms_norm and their residual forms beyond test_cases.py: large means, masks, what is
 used of the results, refusals; Triton's tiles and partial sums."""
 
-import itertools
-
 import pytest
 import torch
 from cells import slow, sweep
@@ -66,27 +64,23 @@ def test_only_what_is_used():
     torch.testing.assert_close(grads, wanted)
 
 
-def ones(*shape, **kwargs):
-    return torch.ones(shape, **kwargs)
-
-
-ONE, META = ones(2, 4), ones(4, device="meta")
+ONE, META = torch.ones(2, 4), torch.ones(4, device="meta")
 REFUSALS = [  # words, arguments of the plain norms; two are of both
-    (r"expected x of shape \[..., C\] .*got x=\[\]", torch.tensor(1.0), ones(1)),
-    (r"expected x of shape \[..., C\] .*got x=\[2, 0\]", ones(2, 0), ones(0)),
-    (r"expected .* 1 <= C <= 16384, got x=\[1, 16385\]", ones(1, 16385), ones(16385)),
-    (r"expected a floating dtype, got x=torch.int64", ones(2, 4).long(), ones(4)),
-    (r"expected weight of shape \[C\]=\[4\], got weight=\[5\]", ONE, ones(5)),
-    (r"expected bias of shape \[C\]=\[4\], got bias=\[3\]", ONE, ones(4), ones(3)),
-    (r"expected weight of x's dtype .*got weight=torch.float64", ONE, ones(4).double()),
+    (r"expected x of shape \[..., C\] .*got x=\[\]", torch.tensor(1.0), torch.ones(1)),
+    (r"expected x of shape \[..., C\] .*got x=\[2, 0\]", torch.ones(2, 0), torch.ones(0)),
+    (r"expected .* 1 <= C <= 16384, got x=\[1, 16385\]", torch.ones(1, 16385), torch.ones(16385)),
+    (r"expected a floating dtype, got x=torch.int64", torch.ones(2, 4).long(), torch.ones(4)),
+    (r"expected weight of shape \[C\]=\[4\], got weight=\[5\]", ONE, torch.ones(5)),
+    (r"expected bias of shape \[C\]=\[4\], got bias=\[3\]", ONE, torch.ones(4), torch.ones(3)),
+    (r"expected weight of x's dtype .*got weight=torch.float64", ONE, torch.ones(4).double()),
     (r"expected weight on x's device cpu, got .* on meta", ONE, META),
 ]
 OF_RESIDUALS = [  # words, x, residual, x_bias
-    (r"of one shape, got x=\[2, 3, 4\] residual=\[2, 4\]", ones(2, 3, 4), ONE, None),
-    (r"expected x of residual's dtype torch.float16", ONE, ones(2, 4).half(), None),
-    (r"or 16 bits with a float32 residual, got x=torch.f", ones(2, 4).double(), ONE, None),
-    (r"expected x on residual's device cpu, got", ones(2, 4, device="meta"), ONE, None),
-    (r"expected x_bias of shape \[C\]=\[4\], got x_bias=\[5\]", ONE, ONE, ones(5)),
+    (r"of one shape, got x=\[2, 3, 4\] residual=\[2, 4\]", torch.ones(2, 3, 4), ONE, None),
+    (r"expected x of residual's dtype torch.float16", ONE, torch.ones(2, 4).half(), None),
+    (r"or 16 bits with a float32 residual, got x=torch.f", torch.ones(2, 4).double(), ONE, None),
+    (r"expected x on residual's device cpu, got", torch.ones(2, 4, device="meta"), ONE, None),
+    (r"expected x_bias of shape \[C\]=\[4\], got x_bias=\[5\]", ONE, ONE, torch.ones(5)),
 ]
 
 
@@ -98,9 +92,9 @@ def test_what_is_refused():
     for words, x, residual, x_bias in OF_RESIDUALS:
         for op in (residual_layer_norm, residual_rms_norm):
             with pytest.raises(ValueError, match=f"^{op.__name__}: .*{words}"):
-                op(x, residual, ones(4), x_bias=x_bias)
+                op(x, residual, torch.ones(4), x_bias=x_bias)
     with pytest.raises(ValueError, match=r"dropout: expected 0 <= p < 1, got p=1.0"):
-        residual_layer_norm(ONE, ONE, ones(4), dropout_p=1.0)
+        residual_layer_norm(ONE, ONE, torch.ones(4), dropout_p=1.0)
 
 
 # Triton
@@ -114,26 +108,6 @@ def test_rows_apart_are_not_copied(recorded, triton_device):
     part = torch.randn(2, 5, 96, device=triton_device)[..., 32:64]
     layer_norm(part, torch.randn(32, device=triton_device))
     assert launches[0][2].data_ptr() == part.data_ptr()
-
-
-def test_tiles():
-    """Every column is in a chunk, a thread's part of a row stays small, warps have whole tiles; the
-    programs of an SM fit together, or the last of a fixed number would run alone."""
-    pytest.importorskip("triton", reason="needs triton")
-    from fastpar.kernels.norm import triton
-
-    widths = (1, 16, 63, 768, 1024, 1280, 1600, 4096, 16384)
-    for c, itemsize, how in itertools.product(widths, (2, 4), TABLE.candidates(90)):
-        tile = triton.tile_of(c, itemsize, how.fwd_values, how.num_warps)
-        assert tile.rows * tile.chunk == 32 * tile.num_warps * tile.side
-        assert triton_launch.cdiv(c, tile.chunk) * tile.side <= how.fwd_values
-        for sums, tensors, rms in itertools.product((1, 2, 3), (2, 3), (False, True)):
-            if c > 4096:
-                continue
-            tile, programs, registers = triton.bwd_tile_of(c, itemsize, sums, tensors, rms, how)
-            assert tile.rows * tile.chunk == 32 * tile.num_warps * tile.side
-            assert programs * 32 * tile.num_warps * registers <= 65536
-            assert programs * tile.num_warps >= 8
 
 
 @pytest.mark.usefixtures("poisoned")

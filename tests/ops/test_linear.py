@@ -169,61 +169,55 @@ def test_matmul_reads_strides_adds_bias_and_accumulates(choice, monkeypatch):
         assert (got - want).abs().max() <= bound
 
 
-def test_a_gradient_is_written_where_a_place_is_offered():
-    """See weight_gradients.py."""
-    x, weight, bias = make(5, 12, 7)
-    asked, place = [], torch.zeros_like(weight)
-
-    def offer(w):
-        asked.append(w)
-        return place.view_as(place), False
-
-    weight.fastpar_place = offer
-    (got,) = torch.autograd.grad(linear(x, weight, bias).sum(), weight)
-    assert got.data_ptr() == place.data_ptr()
-    (expected,) = torch.autograd.grad(F.linear(x, weight, bias).sum(), weight)
-    assert torch.equal(place, expected)
-    with torch.autocast("cpu"):
-        torch.autograd.grad(linear(x, weight, bias).sum(), weight)
-    second, plain = (
-        torch.autograd.grad(
-            torch.autograd.grad(op(x, weight, bias).square().sum(), x, create_graph=True)[0].sum(),
-            weight,
-        )
-        for op in (linear, F.linear)
-    )
-    assert torch.equal(*second, *plain)
-    assert torch.func.grad(lambda w: linear(x, w, bias).sum())(weight).shape == weight.shape
-    assert len(asked) == 2  # once in either backward that makes no graph
-    place.fill_(1.0)
-    weight.fastpar_place = lambda w: (place, True)
-    linear(x, weight, bias).sum().backward()
-    assert weight.grad is None
-    torch.testing.assert_close(place, 1 + expected)
-
-
-def test_a_place_where_the_products_are_our_own(monkeypatch):
-    """On a CPU without AVX-512 too: torch's product in ours' place."""
+@pytest.fixture(params=["torch's", "our own"])
+def products(request, monkeypatch):
+    """Also those of our own, on a CPU without AVX-512 too: torch's in their place."""
 
     def product(a, b, out, bias, accumulate):
         assert not accumulate
         torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
 
-    monkeypatch.setattr(MODULE, "use_gemm", lambda *call, **how: True)
-    monkeypatch.setattr(MODULE, "_gemm", product)
-    x, weight, bias = make(5, 12, 7)
-    plain = torch.autograd.grad(linear(x, weight, bias).sum(), (x, weight, bias))
-    place = torch.zeros_like(weight)
-    weight.fastpar_place = lambda w: (place.view_as(place), False)
-    found = torch.autograd.grad(linear(x, weight, bias).sum(), (x, weight, bias))
-    assert all(map(torch.equal, found, plain))
-    assert torch.equal(place, plain[1])
-    y, dy = linear(x, weight, bias), torch.randn(3, 5, 7)
-    place.fill_(3.0)  # gradients in batches leave it alone
+    if request.param == "our own":
+        monkeypatch.setattr(MODULE, "use_gemm", lambda *call, **how: True)
+        monkeypatch.setattr(MODULE, "_gemm", product)
+    return request.param
+
+
+def test_a_gradient_is_written_where_a_place_is_offered(products):
+    """See weight_gradients.py. Not where several are made, or a graph."""
+    inputs = x, weight, bias = make(5, 12, 7)
+    expected = torch.autograd.grad(linear(*inputs).sum(), inputs)
+    asked, place = [], torch.zeros_like(weight)
+    weight.fastpar_place = lambda w: asked.append(w) or (place.view_as(place), False)
+    found = torch.autograd.grad(linear(*inputs).sum(), inputs)
+    assert all(map(torch.equal, found, expected))
+    assert found[1].data_ptr() == place.data_ptr()
+    place.fill_(3.0)
+    y, dy = linear(*inputs), torch.randn(3, 5, 7)
     torch.autograd.grad(y, weight, dy, is_grads_batched=True, retain_graph=True)
+    if products == "our own":
+        with pytest.raises(RuntimeError, match="linear: expected one backward, got create_graph"):
+            torch.autograd.grad(y.sum(), weight, create_graph=True)
+    else:
+        second, plain = (
+            torch.autograd.grad(
+                torch.autograd.grad(op(*inputs).square().sum(), x, create_graph=True)[0].sum(),
+                weight,
+            )
+            for op in (linear, F.linear)
+        )
+        assert torch.equal(*second, *plain)
+        assert torch.func.grad(lambda w: linear(x, w, bias).sum())(weight).shape == weight.shape
     assert (place == 3.0).all()
-    with pytest.raises(RuntimeError, match="linear: expected one backward, got create_graph"):
-        torch.autograd.grad(y.sum(), weight, create_graph=True)
+    with torch.autocast("cpu"):
+        torch.autograd.grad(linear(*inputs).sum(), weight)
+    assert len(asked) == 2
+    place.fill_(1.0)
+    weight.fastpar_place = lambda w: (place, True)  # it is added there
+    if products == "torch's":
+        linear(*inputs).sum().backward()
+        assert weight.grad is None
+        torch.testing.assert_close(place, 1 + expected[1])
 
 
 @sweep("dtype", [torch.bfloat16, torch.float16])

@@ -4,9 +4,7 @@ import pytest
 import torch
 from cells import sweep
 
-from fastpar.doctor.trial import launches_of
 from fastpar.kernels import DelayedScales, Fp8, backend, linear
-from fastpar.kernels.choice import Case
 from fastpar.kernels.linear import fp8 as linear_fp8
 from fastpar.kernels.linear.fp8 import (
     BLOCK,
@@ -354,9 +352,3 @@ def test_triton_products_with_blocks(triton_device):
     want = (a.values(torch.float64) @ b.values(torch.float64).t()).cpu() + bias.double().cpu()
     rows = want.abs().amax(1, keepdim=True)
     assert ((y - want).abs() <= rows * 1e-6).all()
-
-
-def test_what_a_proof_would_launch():
-    found = launches_of(Case("cuda", "linear_fp8", torch.bfloat16, 256), (90, 132))
-    names = ("round_rows", "round_all", "note", "block_product")
-    assert {x.name for x in found} == {f"_{name}_kernel" for name in names}

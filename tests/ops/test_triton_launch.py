@@ -161,6 +161,9 @@ PARAMETERS = {  # by what a kind starts with
 META = {"swizzle": 3, "elem_size": 2, "elem_type": 1, "block_size": [16, 32], "fp4_padded": False}
 
 class Compiled:  # says which kernel ran, and with what
+    packed_metadata = ()
+    launch_metadata = lambda *_: None
+
     def __init__(self, signature, constexprs, options):
         self.src = SimpleNamespace(signature=signature)
         self.function = id(self)
@@ -169,7 +172,6 @@ class Compiled:  # says which kernel ran, and with what
             num_warps=options.num_warps, shared=self.function % 1000, num_ctas=1,
             tensordesc_meta=[META] * tiles or None,
         )
-        self.packed_metadata = ()
         found = [p for kind in signature.values() for start, some in PARAMETERS.items()
                  if kind.startswith(start) for p in some] + [POINTER] * 2
         self.sizes = [size for _, size in found]
@@ -195,8 +197,6 @@ class Compiled:  # says which kernel ran, and with what
         about = self.metadata
         shape = (x, y, z, 32 * about.num_warps, 1, 1, about.shared)
         ran.append((function, stream, shape, packed + bytes(16), self.sizes))
-    def launch_metadata(self, *args):
-        return None
 
 MORE = 0
 
@@ -256,8 +256,8 @@ for _ in range(3000):
         slow += 1
 assert hits > 300 and slow > 300, (hits, slow)  # or nothing was shown
 
-def again(**changes):  # a call that was launched before
-    args = [memory[torch.float32]] * 5 + [tiles[0]] + [16] * 8
+def again(last=16, **changes):  # a call that was launched before
+    args = [memory[torch.float32]] * 5 + [tiles[0]] + [16] * 7 + [last]
     options = {"CAUSAL": True, "BLOCK": 64, "num_warps": 4, "enable_fp_fusion": True} | changes
     before = fake.launches
     ran.clear()
@@ -269,7 +269,6 @@ state.device = 0
 again()
 fake.expect([])
 assert again() == (1, 0)
-assert triton_launch.launch(here._kinds_kernel, (3, 0), tiles[0]) is None  # an empty grid
 calls = []
 for owner, name, value in (  # the first is a profiler's
     (knobs.runtime, "launch_enter_hook", print), (knobs.runtime, "debug", True),
@@ -281,11 +280,6 @@ for owner, name, value in (  # the first is a profiler's
     setattr(owner, name, before)
     assert again() == (1, 0)
 assert calls == [0]
-for _ in range(3):  # Triton mends descriptors of little memory
-    before = fake.get("direct")
-    triton_launch.launch(here._kinds_kernel, (3,), *[memory[torch.float32]] * 5, tiles[3],
-                         *[16] * 8, CAUSAL=True, BLOCK=64, num_warps=4)
-    assert fake.get("direct") == before
 fake.set("context", 0)  # a thread without one
 assert again() == (0, 1)
 fake.set("context", 1)
@@ -320,10 +314,8 @@ for direct in (0, 1, 1):
 assert list(fake.last()) == want
 before = _C.known_launches()
 for n in range(9000):  # integers that never repeat do not fill the memory
-    triton_launch.launch(here._kinds_kernel, (1,), *[memory[torch.float32]] * 5, tiles[0],
-                         *[16] * 7, n + 100, CAUSAL=True, BLOCK=64, num_warps=4)
+    again(last=n + 100)
 assert before < _C.known_launches() <= 8192
-print(hits, slow)
 """
 
 
@@ -343,30 +335,29 @@ def test_a_launch_again_is_what_triton_would_launch(tmp_path):
     assert run.returncode == 0, run.stderr
 
 
-def test_the_recorded_gpu_is_the_one_asked_for():
-    device = torch.device("cpu")
-    outside = triton_launch.gpu_arch(device), triton_launch.sm_count(device)
+def test_which_gpu_a_kernel_is_for(monkeypatch):
+    """The recorded one; one without a number is the current one."""
+
+    def of(device):
+        return triton_launch.gpu_arch(device), triton_launch.sm_count(device)
+
+    cpu = torch.device("cpu")
+    outside = of(cpu)
     assert outside[0] == triton_launch.INTERPRETED_ARCH
     with record(80):
-        assert (triton_launch.gpu_arch(device), triton_launch.sm_count(device)) == (80, 108)
+        assert of(cpu) == (80, 108)
         with record(90) as inner:
-            assert (triton_launch.gpu_arch(device), triton_launch.sm_count(device)) == (90, 132)
+            assert of(cpu) == (90, 132)
             launch_add(meta(64), meta(64), meta(64))
         assert len(inner) == 1
-        assert triton_launch.gpu_arch(device) == 80
-    assert (triton_launch.gpu_arch(device), triton_launch.sm_count(device)) == outside
-
-
-def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
+        assert of(cpu) == (80, 108)
+    assert of(cpu) == outside
     known = {0: (80, 108), 1: (90, 132)}
-    now = lambda: (triton_launch.gpu_arch(gpu), triton_launch.sm_count(gpu))  # noqa: E731
     monkeypatch.setattr(triton_launch, "_properties", lambda device: known[device.index])
-    gpu = torch.device("cuda")
     for current, expected in known.items():
         monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
-        assert now() == expected
-    gpu = torch.device("cuda", 0)
-    assert now() == known[0]
+        assert of(torch.device("cuda")) == expected
+    assert of(torch.device("cuda", 0)) == known[0]
 
 
 def test_recording_runs_nothing_and_is_of_its_thread_until_its_end():
