@@ -54,17 +54,14 @@ def model(**options):
 
 def plain(**options):
     """The same weights in torch's layers."""
-    theirs = model(**options)
-    tied = theirs.head.weight is theirs.words.weight
-    for name, layer in [c for c in theirs.named_children() if c[0] != "norm"]:
-        if name == "words":
-            other = nn.Embedding(67, 8)
-        else:
-            other = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
-        other.double().load_state_dict(layer.state_dict())
-        setattr(theirs, name, other)
-    if tied:
+    ours, theirs = model(**options), Model(**options).double()
+    theirs.words = nn.Embedding(67, 8).double()
+    for name, layer in [c for c in theirs.named_children() if c[0] not in ("words", "norm")]:
+        bias = layer.bias is not None
+        setattr(theirs, name, nn.Linear(layer.in_features, layer.out_features, bias).double())
+    if ours.head.weight is ours.words.weight:
         theirs.head.weight = theirs.words.weight
+    theirs.load_state_dict(ours.state_dict())
     return theirs
 
 
@@ -108,7 +105,7 @@ def test_a_split_model_prints_its_ranks_and_is_copied_but_not_pickled():
         return repr(mine.up), repr(mine.head)
 
     up, head = run_ranks(run, 2)[1]
-    assert up == ("ColumnParallelLinear(in_features=8, out_features=24, bias=True, rank 1 of tp=2)")
+    assert up == "ColumnParallelLinear(in_features=8, out_features=24, bias=True, rank 1 of tp=2)"
     assert head.startswith("VocabParallelLinear(in_features=8, out_features=67")
 
 

@@ -1,8 +1,6 @@
 """Ops of experts beyond the cases of kernels/cases.py: route with biases, ties and hostile logits;
 permute and combine with capacities; grouped_linear with several sources."""
 
-import itertools
-
 import pytest
 import torch
 from cells import sweep
@@ -129,26 +127,6 @@ def test_a_row_does_not_see_other_groups(c, f):
         one[g % 2] = len(part)
         assert torch.equal(grouped_linear(part, weight, bias, one), y)
         assert torch.equal(linear(part, weight[g % 2], bias[g % 2]), y)
-
-
-def test_gradients_apart_are_those_of_each_source_and_their_sum_is_a_pairwise_tree():
-    x, weight, bias, counts = make(FIVE_SOURCES, 24, 40)
-    taken = {}
-    weight.apart = lambda grad: taken.setdefault("weight", grad.clone())
-    bias.apart = lambda grad: taken.setdefault("bias", grad.clone())
-    y = grouped_linear(x, weight, bias, counts)
-    dy = torch.randn_like(y)
-    y.backward(dy)
-    del weight.apart, bias.apart
-    ends = counts.sum(1).cumsum(0).tolist()
-    for source, rows in enumerate(itertools.starmap(slice, itertools.pairwise([0, *ends]))):
-        y = grouped_linear(x[rows].detach(), weight, bias, counts[source])
-        dweight, dbias = torch.autograd.grad(y, (weight, bias), dy[rows])
-        assert torch.equal(taken["weight"][source], dweight)
-        assert torch.equal(taken["bias"][source], dbias)
-    for leaf, parts in ((weight, taken["weight"]), (bias, taken["bias"])):
-        want = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + parts[4]
-        assert torch.equal(leaf.grad, want)
 
 
 def test_strided_inputs_expanded_gradients_and_no_tokens():

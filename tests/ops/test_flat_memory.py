@@ -625,27 +625,6 @@ def test_every_code_decodes_as_torchs(dtype, device):
 
 
 @sweep("bits", BITS)
-def test_stochastic_rounding_is_unbiased(bits):
-    """The count of roundings up is binomial; six deviations are exceeded with probability 2e-9, by
-    any of the 50 counts with less than 2e-7 (normal approximation: at least 256 are expected)."""
-    n, largest = 2**18, BITS[bits]
-    for k, low in enumerate((0, 1, 3, int(largest) // 3, int(largest) - 1)):
-        for f, fraction in enumerate((0.5, 0.25, 0.9, 1 / 3, 2.0**-10)):
-            value = torch.tensor(low + fraction)
-            p = value.item() - low  # of the rounded number
-            x = value.repeat(n)
-            x[::4096] = largest
-            sign, options = -1.0 if f % 2 else 1.0, {"bits": bits, "block": 4096}
-            options |= {"seed": 1000 * k + f, "first_index": 2**32 - 5000}
-            codes, scales = quantize_blockwise(sign * x, **options)
-            assert (scales == 1).all()
-            y = sign * codes.float().view(-1, 4096)[:, 1:]
-            assert ((y == low) | (y == low + 1)).all()
-            ups, draws = (y == low + 1).sum().item(), y.numel()
-            assert abs(ups - p * draws) < 6 * math.sqrt(draws * p * (1 - p)), (low, fraction)
-
-
-@sweep("bits", BITS)
 @pytest.mark.parametrize("device", ["cpp", "cuda"], indirect=True)
 def test_seeds_and_cuts(bits, device):
     """Same seed, same bits; another seed, others; a cut at a multiple of the block changes none."""

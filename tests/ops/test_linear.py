@@ -10,7 +10,7 @@ from cells import sweep
 
 from fastpar.kernels import _C, backend, linear
 from fastpar.kernels import choice as choice_module
-from fastpar.kernels.linear import add_matmul_, matmul, use_gemm
+from fastpar.kernels.linear import add_matmul_, matmul
 
 MODULE = sys.modules["fastpar.kernels.linear"]  # the function hides it
 HAS_AMX = _C is not None and _C.isa() == "amx"
@@ -47,29 +47,6 @@ def test_mkl_has_the_same_bits_for_any_threads_and_rows():
         torch.set_num_threads(1)
         assert torch.equal(whole, threads), (dtype, m, k, n)
         assert torch.equal(whole, torch.cat(cut)), (dtype, m, k, n)
-
-
-def test_our_gemm_serves_large_fp32_products_only():
-    if not backend.has_gemm:
-        pytest.skip("needs a non-Intel CPU with AVX-512: MKL is the faster library elsewhere")
-    x = torch.ones(1)
-    assert use_gemm(x, 128, 128, 128)
-    assert not use_gemm(x, 16, 16, 16)
-    assert not use_gemm(x.to("meta"), 128, 128, 128)
-
-
-@pytest.mark.skipif(not HAS_AMX, reason="needs AMX")
-def test_our_gemm_serves_bf16_where_it_is_faster():
-    """See [Note: bf16 on AMX] of kernels/linear."""
-    x = torch.ones(1, dtype=torch.bfloat16)
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        assert use_gemm(x, 1024, 768, 3072) == use_gemm(x, 1024, 3072, 768) == (threads > 1)
-        assert not use_gemm(x, 1024, 384, 1536)
-        assert use_gemm(x, 384, 384, 1024, turned=True)  # dweight
-        assert not use_gemm(x, 1, 4096, 4096, turned=True)  # a vector
-        assert not use_gemm(x.half(), 1024, 768, 3072, turned=True)
-        assert not use_gemm(x.to("meta"), 1024, 768, 3072, turned=True)
 
 
 U = 2.0**-24  # unit roundoff of fp32

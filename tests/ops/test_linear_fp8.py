@@ -106,26 +106,6 @@ def test_products_are_those_of_the_rounded_operands(scaling):
             assert torch.equal(bias.grad, dy.sum(0))
 
 
-@sweep("scaling", SCALINGS)
-def test_bits_do_not_depend_on_how_tokens_are_cut(scaling):
-    """Integers of 6 bits times a power of two for each row: any order of 256 products is exact."""
-    x, weight, dy = (torch.randint(-63, 64, (n, 256)).float() for n in (40, 256, 40))
-    x *= 2.0 ** torch.arange(-20, 20)[:, None]
-    x, weight, bias = (t.requires_grad_() for t in (x, weight, torch.zeros(256)))
-    how = layer(scaling, x, weight, bias, dy)
-    whole = linear(x, weight, bias, fp8=how)
-    (dx,) = torch.autograd.grad(whole, x, dy)
-    for cut in (8, 24):
-        parts = []
-        for rows, grad in zip(x.detach().split(cut), dy.split(cut)):
-            rows.requires_grad_()
-            y = linear(rows, weight, bias, fp8=how)
-            parts.append((y, *torch.autograd.grad(y, rows, grad)))
-        ys, dxs = zip(*parts)
-        assert torch.equal(torch.cat(ys), whole)
-        assert torch.equal(torch.cat(dxs), dx)
-
-
 def test_what_overflows_becomes_the_largest_code_and_is_counted():
     x, weight, bias = (t.detach().requires_grad_() for t in make(c=32, f=16))
     x.data.clamp_(-1, 1)[0, :2] = 1.0
