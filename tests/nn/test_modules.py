@@ -125,9 +125,9 @@ def test_compiles_without_graph_breaks():
 
 def test_parametrized_weights_are_used():
     for module, x in everything():
+        y = module(x)
         for part in module.modules():
             if isinstance(getattr(part, "weight", None), nn.Parameter):
-                y = module(x)
                 parametrize.register_parametrization(part, "weight", Double())
                 assert not torch.equal(module(x), y), type(module).__name__
                 parametrize.remove_parametrizations(part, "weight", leave_parametrized=False)

@@ -28,7 +28,6 @@ from fastpar.kernels import (
 )
 from fastpar.kernels import reference as ref
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins, norm_from_bins
-from fastpar.kernels.quantize import pack_int4, unpack_int4
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 7, 63, 127, 1000, 0, 20011)
@@ -598,20 +597,13 @@ def test_codes_match_the_oracle(bits, device):
             error = (torch.randn(9001) * 2.0**exponent).bfloat16()
             check(x, bits, device, block=block, seed=seed, error=error)
         for dtype in DTYPES[:2]:
-            x = blocks(1003, dtype)
+            x = blocks(1003, dtype) + 0.0  # no -0, whose sign an error of 0 takes
             x[[300, 700]] = torch.tensor([torch.inf, BIG]).to(dtype)
             for error in (torch.randn(1003).to(dtype), x):
                 check(x, bits, device, block=64, seed=seed, error=error)
     if backend.choice == "torch":
         with pytest.raises(RuntimeError, match="FASTPAR_BACKEND=torch seed=1; unset"):
             quantize_blockwise(x, seed=1)
-
-
-def test_two_codes_of_four_bits_fit_in_a_byte(device):
-    every = torch.arange(-7, 8, dtype=torch.int8, device=device)
-    pairs = torch.cartesian_prod(every, every).view(-1)
-    assert (pack_int4(pairs).dtype, pack_int4(pairs).numel()) == (torch.uint8, 15**2)
-    assert_same(unpack_int4(pack_int4(pairs)), pairs)
 
 
 @sweep("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])

@@ -55,19 +55,10 @@ def kinds(device):
     x = torch.empty(64, 64, dtype=torch.bfloat16, device=device)
     return [
         x[:, 1:],  # not aligned to 16 bytes
-        torch.empty(4, dtype=torch.bool, device=device),
-        torch.empty(4, dtype=torch.uint8, device=device),
-        torch.empty(4, dtype=torch.int64, device=device),
+        *(torch.empty(4, dtype=d, device=device) for d in (torch.bool, torch.uint8, torch.int64)),
         None,
         TensorDescriptor(x, [64, 64], [64, 1], [16, 32]),
-        1,
-        16,
-        1,
-        50257,
-        768,
-        1 << 40,
-        1.0,
-        True,
+        *(1, 16, 1, 50257, 768, 1 << 40, 1.0, True),
     ]
 
 
