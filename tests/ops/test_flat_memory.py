@@ -569,10 +569,12 @@ def check(x, bits, device, *, block=256, seed=None, first_index=0, error=None, o
     """Op and oracle agree in codes, scales, error and values. error is x: the values are replaced
     by what is lost, as an error of its own that was 0."""
     kwargs = {"bits": bits, "block": block, "seed": seed, "first_index": first_index}
-    values = placed(x, device, offset)
-    lost = values if error is x else None if error is None else placed(error, device, offset)
+    values, lost, want_error = placed(x, device, offset), None, None
+    if error is x:
+        lost, want_error = values, torch.zeros_like(x)
+    elif error is not None:
+        lost, want_error = placed(error, device, offset), error.clone()
     codes, scales = quantize_blockwise(values, error=lost, **kwargs)
-    want_error = torch.zeros_like(x) if error is x else None if error is None else error.clone()
     want, want_scales = ref.quantize_blockwise_ref(x.float(), error=want_error, **kwargs)
     assert_same([codes, scales], [want, want_scales])
     if error is not None:
