@@ -24,6 +24,7 @@ choice); this file creates them and converts them from and to fp32 for state dic
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -438,22 +439,25 @@ def _run(
     torch.autograd.graph.increment_version(written)
 
 
-_accepted_dtypes: set[tuple] = set()  # of rows that check_one has accepted
+_accepted: set[tuple] = set()  # kinds of rows that check_one has accepted
+_device, _shape = operator.attrgetter("device"), operator.attrgetter("shape")
 
 
-def _have_one_form(row: tuple[Any, ...]) -> bool:
-    """Whether only dtypes of a row could make check_one refuse it."""
-    p, g = row[:2]
-    if not (p.is_contiguous() and p.device == g.device and p.shape == g.shape):
-        return False
-    for t in row[2:6]:
-        if t is not None and not (
-            p.shape == t.shape and p.stride() == t.stride() and p.device == t.device
-        ):
+def _have_one_form(columns: list[list[Any]]) -> bool:
+    """Whether only dtypes could make check_one refuse a row of these lists, which have one kind."""
+    params, grads = columns[:2]
+    shapes, device = [*map(_shape, params)], params[0].device
+    forms = dict.fromkeys(range(6), shapes)
+    if columns[6][0] is not None:
+        forms[6] = forms[7] = [(-(-p.numel() // MOMENT_BLOCK),) for p in params]
+    for i, column in enumerate(columns):
+        if column[0] is None:
+            continue
+        if [*map(_device, column)].count(device) < len(column):
             return False
-    blocks = (-(-p.numel() // MOMENT_BLOCK),)
-    for t in row[6:]:
-        if t is not None and not (t.shape == blocks and t.is_contiguous() and p.device == t.device):
+        if [*map(_shape, column)] != forms[i]:
+            return False
+        if column is not grads and not all(map(Tensor.is_contiguous, column)):
             return False
     return True
 
@@ -564,35 +568,37 @@ def adamw_step_(
         nothing if given is None else given
         for given in (max_exp_avg_sqs, master_weights, exp_avg_scales, exp_avg_sq_scales)
     ]
-    groups: dict[tuple, tuple[list[list[Tensor]], list[int]]] = {}
-    first_index, stochastic = 0, stochastic_rounding_seed is not None
-    for i, row in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, *optional)):
-        p, exp_avg = row[0], row[2]
-        dtypes = tuple([None if t is None else t.dtype for t in row])
-        # The ordinary case in a microsecond; the rest, errors included, one by one.
-        if (dtypes, stochastic) not in _accepted_dtypes or not _have_one_form(row):
-            _, g, _, exp_avg_sq, max_exp_avg_sq, master, *scales = row
-            check_one(i, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, master, scales, stochastic)
-            _accepted_dtypes.add((dtypes, stochastic))
-        if first_indices is not None:
-            first_index = first_indices[i]
-        if first_index < 0 or (exp_avg.dtype == torch.uint8 and first_index % MOMENT_BLOCK):
-            raise ValueError(
-                "adamw_step_: expected first_indices >= 0 and multiples of 256 for uint8 moments, "
-                f"got first_indices[{i}]={first_index}; cut at multiples of 256"
-            )
-        key = (p.device, *dtypes[:3], dtypes[5])
-        if key not in groups:
-            groups[key] = [[] for _ in row], []
-        columns, ranges = groups[key]
-        ranges += (len(columns[0]), 0, p.numel(), indices[i], first_index)
-        for column, t in zip(columns, row):
-            if t is not None:
-                column.append(t)
-        first_index += -(-p.numel() // MOMENT_BLOCK) * MOMENT_BLOCK
-    for columns, ranges in groups.values():
+    columns: list[list[Any]] = [*map(list, (params, grads, exp_avgs, exp_avg_sqs, *optional))]
+    stochastic = stochastic_rounding_seed is not None
+    if first_indices is None:
+        sizes = (-(-p.numel() // MOMENT_BLOCK) * MOMENT_BLOCK for p in params)
+        first_indices = [*itertools.accumulate(sizes, initial=0)]
+    dtypes = ([None if t is None else t.dtype for t in column] for column in columns)
+    groups: dict[tuple, list[int]] = {}
+    for i, kind in enumerate(zip(map(_device, params), *dtypes)):
+        groups.setdefault(kind, []).append(i)
+    calls = []
+    for kind, rows in groups.items():
+        chosen = columns if len(rows) == n else [[column[i] for i in rows] for column in columns]
+        # Of ordinary tensors all lists at once, in a microsecond each; the rest one by one.
+        if (kind, stochastic) not in _accepted or not _have_one_form(chosen):
+            for i, row in zip(rows, zip(*chosen)):
+                check_one(i, *row[:6], row[6:], stochastic)
+            _accepted.add((kind, stochastic))
+        whole = MOMENT_BLOCK if chosen[2][0].dtype == torch.uint8 else 1
+        ranges: list[int] = []
+        for place, i in enumerate(rows):
+            first = first_indices[i]
+            if first < 0 or first % whole:
+                raise ValueError(
+                    "adamw_step_: expected first_indices >= 0 and multiples of 256 for uint8 "
+                    f"moments, got first_indices[{i}]={first}; cut at multiples of 256"
+                )
+            ranges += (place, 0, params[i].numel(), indices[i], first)
+        calls.append(([[] if c[0] is None else c for c in chosen], ranges))
+    for chosen, ranges in calls:
         flags = maximize, zero_grad, seed, threads
-        _call(columns, grad_scale, found_inf, ranges, hypers, *flags)
+        _call(chosen, grad_scale, found_inf, ranges, hypers, *flags)
 
 
 @torch.no_grad()
