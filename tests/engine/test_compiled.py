@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cells import slow
 from programs import Block
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -177,9 +176,10 @@ SLOW = [
 
 
 OUT = [Case("model", "eager", 2, {}, STAGE[3], OUTSIDE, graphs=99)]
-GROUPS = [QUICK, *map(slow, (OUT + SLOW[:6], SLOW[6:14], SLOW[14:21], SLOW[21:]))]
+GROUPS = [QUICK, OUT + SLOW[:6], SLOW[6:14], SLOW[14:21], SLOW[21:]]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cases", GROUPS)
 def test_what_is_compiled_trains_like_what_is_not(cases):

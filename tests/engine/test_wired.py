@@ -116,6 +116,7 @@ def test_two_runs_are_alike_and_near_the_one_without(layout, stage, wire):
             assert sent == sum(announced.values())
 
 
+@pytest.mark.slow
 def test_experts_in_fp32_have_the_bits_of_the_run_without():
     """test_same_run.py has them in fp64, which no format sends and no checkpoint has."""
     row = {"dp": 4, "ep": 2, "stage": 1, "model": "balance", "time": 8, "clip": True}

@@ -429,6 +429,7 @@ def test_two_strategies_on_two_ranks(arguments, tmp_path, capfd):
     assert cli.main([*arguments, "--strategies", "zero1"]) == 2, "the folder is taken"
 
 
+@pytest.mark.slow
 def test_ranks_are_quiet_and_one_that_fails_says_why(text, capfd):
     def planned(strategy):
         settings, _, data = spec_of(text, batch_size=2, epoch_steps=2, untimed_steps=1)

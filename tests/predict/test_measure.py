@@ -65,7 +65,7 @@ PIPED = replace(SETUP, micro_batch_size=2, grad_accum_steps=2, pp=2)
 @pytest.mark.parametrize(
     "setups",
     [
-        [replace(SETUP, zero_stage=3, accumulate="shard", grad_accum_steps=2)],
+        slow([replace(SETUP, zero_stage=3, accumulate="shard", grad_accum_steps=2)]),
         slow([replace(SETUP, tp=2, micro_batch_size=4, activation_checkpointing="full")]),
         slow([PIPED]),
         slow([replace(PIPED, schedule="zb-v", chunks=2)]),
@@ -316,6 +316,7 @@ def settled_bytes():
     return now
 
 
+@pytest.mark.slow
 def test_steps_of_ranks():
     """A step frees what it takes as far as is seen, else the peak would be too high: what another
     thread frees is not. Memory that ranks share counts where it was taken."""

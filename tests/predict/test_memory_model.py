@@ -217,8 +217,9 @@ def of_grid(shape, grid, stage, mode, dtype, steps):
     return workload(**SHAPES[shape], batch=8 * dp * steps), s
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("grids", [FEW_GRIDS, slow(GRID_PAIRS)], ids=["few", "pairs"])
+@pytest.mark.parametrize("grids", [FEW_GRIDS, GRID_PAIRS], ids=["few", "pairs"])
 def test_peaks_of_grids_are_predicted_within_five_percent(grids):
     """Of the first rank, alone; all ranks of a few as processes, where forward keeps what it
     sends: of all else a thread of the transport can be the last to let go, which StepMemory does
@@ -263,8 +264,9 @@ ROW, TENSOR = ("mlp", "row", "none", "fp32"), ("all", "tensor", "full", "bf16")
 FEW_FP8 = [("balanced", *ROW), ("balanced", *TENSOR)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("kinds", [FEW_FP8, slow(FP8_PAIRS)], ids=["few", "pairs"])
+@pytest.mark.parametrize("kinds", [FEW_FP8, FP8_PAIRS], ids=["few", "pairs"])
 def test_peaks_of_8_bit_products_are_predicted_within_five_percent(kinds, monkeypatch):
     """Also where weights are gathered as codes: these messages are gone when a step has most."""
     monkeypatch.setattr(linear_fp8, "round_rows", rounded_rows)
