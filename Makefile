@@ -4,6 +4,7 @@
 # one after another) and FOLDER=engine (tests/engine only; several in quotes) are yours to set.
 
 SHELL := bash
+unexport PYTHONDONTWRITEBYTECODE  # with it every process that a test starts compiles fastpar/ again
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
