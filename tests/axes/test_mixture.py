@@ -3,13 +3,11 @@
 tests/contracts/test_same_run.py has whole runs against a dense fp64 oracle.
 """
 
-from collections import Counter
-
 import pytest
 import torch
 from cells import sweep
 from dense_experts import step
-from torch.utils._python_dispatch import TorchDispatchMode
+from test_recompute import Count
 
 import fastpar
 from fastpar.axes.experts.balance import Losses
@@ -51,26 +49,14 @@ def managed(**changes):
     return fastpar.parallelize(model, fastpar.Mesh()), config
 
 
-class Ops(TorchDispatchMode):
-    """Counts what runs of experts' products and exchanges."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.found[func.name().removeprefix("fastpar::")] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def ops_in_backward(mode):
     model, config = make()
     model = recompute(fastpar.parallelize(model, fastpar.Mesh(ep=2)), mode)
     loss = model(*batches(1, 1)[0][0])
-    with Ops() as ops:
+    with Count() as count:
         loss.backward()
     names = ("grouped_linear", "grouped_linear_bwd", "ep_counts", "ep_exchange")
-    return [ops.found[name] // config.n_layer for name in names]
+    return [count.calls[f"fastpar.{name}.default"] // config.n_layer for name in names]
 
 
 def test_selective_recomputation_neither_multiplies_nor_sends_again():
