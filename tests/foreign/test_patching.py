@@ -133,14 +133,7 @@ def test_reports():
     }  # fmt: skip
     line = "attention, MLPs and blocks are replaced in models of GPT-2's shape only"
     assert line not in str(report)
-    transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev]'")
-    config = transformers.LlamaConfig(
-        num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=2,
-        vocab_size=50, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    report = fastpar.patch(transformers.LlamaForCausalLM(config))
-    assert report.replaced.keys() <= {"Embedding", "LayerNorm"}
-    assert line in str(report)
+    assert line in str(fastpar.patch(nn.Sequential(nn.LayerNorm(8))))
 
 
 def test_any_other_model():

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cells import sweep
-from foreign_models import another_thread_that_draws, gpt2, ids_for, logits_of, pair, quiet
+from foreign_models import gpt2, ids_for, logits_of, pair, quiet
 from nanogpt_cells import FeedForward, Layer, NanoGPT, Norm, SelfAttention
 
 import fastpar
@@ -214,16 +214,6 @@ def test_what_does_something_else_is_left(name):
         assert report.left["Layer", f"its {part} was left unchanged"]
     if (name not in DRAWN and not reason) or reason == OTHER:
         assert_equal_calls(ours, theirs)
-
-
-@sweep("name", [None, "Noisy"])
-def test_numbers_that_another_thread_draws_do_not_count(name):
-    model = impostor(name)[0] if name else NanoGPT()
-    alone = fastpar.patch(copy.deepcopy(model))
-    with another_thread_that_draws():
-        report = fastpar.patch(model)
-    assert report.replaced == alone.replaced
-    assert report.left.keys() == alone.left.keys()
 
 
 @sweep("name", ["temperature", "mask"])
