@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from cells import few
+from cells import few, slow
 from lone_rank import LoneRun
 
 from fastpar import GPT, engine_of
@@ -137,14 +137,9 @@ def check(*cell):
         assert buckets_of(workload, setup).elements == local
 
 
-def test_every_layout_sends_what_is_predicted():
-    for cell in EACH:
-        check(*cell)
-
-
-@pytest.mark.slow
-def test_every_pair_of_settings_sends_what_is_predicted():
-    for cell in PAIRS:
+@pytest.mark.parametrize("cells", [EACH, slow(PAIRS)], ids=["each", "pairs"])
+def test_every_layout_sends_what_is_predicted(cells):
+    for cell in cells:
         check(*cell)
 
 
