@@ -12,6 +12,7 @@ import torch
 from manifest_cells import reseal
 from nanogpt_cells import ARGS, NanoGPT, weights, write
 from safetensors.torch import load_file, save_file
+from saved import same_weights
 
 from fastpar import GPT, AdamW, GPTConfig
 from fastpar.checkpoint import reader as reader_module
@@ -271,10 +272,6 @@ def plain(request, tmp_path):
     return folder
 
 
-def same(a, b):
-    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-
-
 def test_bytes_and_other_dtypes_of_a_folder_of_transformers(plain, tmp_path):
     """Masks keep theirs; values that a dtype does not hold are named."""
     names = export_weights(plain, tmp_path / "to")
@@ -286,7 +283,7 @@ def test_bytes_and_other_dtypes_of_a_folder_of_transformers(plain, tmp_path):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         to = tmp_path / str(dtype)
         export_weights(plain, to, dtype)
-        assert same(load_hf(to), load_hf(plain).to(dtype))
+        assert same_weights(load_hf(to), load_hf(plain).to(dtype))
         theirs = transformers.AutoConfig.from_pretrained(to)
         assert str(getattr(theirs, "dtype", None) or theirs.torch_dtype) == str(dtype)
         index = to / "model.safetensors.index.json"

@@ -9,7 +9,7 @@ import torch
 from manifest_cells import PIECES, WEIGHTS, make_folder
 from nanogpt_cells import write
 from safetensors.torch import load_file, save_file
-from saved import indices, whole_tensors
+from saved import indices, same_weights, whole_tensors
 
 from fastpar import AdamW
 from fastpar.checkpoint import reader as reader_module
@@ -178,10 +178,6 @@ def test_the_elements_of_some_runs(saved, monkeypatch):
 CONFIG = GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=9, dropout=0.0)
 
 
-def same(a, b):
-    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-
-
 @pytest.fixture
 def checkpoint(tmp_path):
     """Of weights alone, in several files."""
@@ -194,7 +190,7 @@ def checkpoint(tmp_path):
 def test_folders_of_transformers_and_files_of_nanogpt(tmp_path):
     model = GPT(CONFIG, seed=3)
     save_hf(model, tmp_path / "hf")
-    assert same(load_weights(tmp_path / "hf"), model)
+    assert same_weights(load_weights(tmp_path / "hf"), model)
     for source in (tmp_path / "hf", write(tmp_path / "ckpt.pt")):
         assert load_weights(source, dropout=0.3).config.dropout == 0.3
     with pytest.raises(ValueError, match=r"load_hf: expected a readable config.json"):
@@ -205,10 +201,10 @@ def test_folders_of_transformers_and_files_of_nanogpt(tmp_path):
 
 def test_files_beside_a_checkpoint_are_not_taken_for_its_own(checkpoint, tmp_path):
     assert verify_weights(checkpoint) == read_manifest(checkpoint)
-    assert same(load_weights(checkpoint), GPT(CONFIG, seed=3))
+    assert same_weights(load_weights(checkpoint), GPT(CONFIG, seed=3))
     save_hf(GPT(CONFIG, seed=4), tmp_path / "other")
     (tmp_path / "other" / "model.safetensors").rename(checkpoint / "model.safetensors")
-    assert same(load_hf(checkpoint), GPT(CONFIG, seed=4))  # what transformers would read
+    assert same_weights(load_hf(checkpoint), GPT(CONFIG, seed=4))  # what transformers would read
     with pytest.raises(ValueError, match=r"verify_weights: .*got model.safetensors, which"):
         load_weights(checkpoint)
 
@@ -224,7 +220,7 @@ def test_what_is_read_of_other_folders(checkpoint):
         b'{"name": "a web page"}',
     ):
         path.write_bytes(content)
-        assert same(load_weights(folder), GPT(CONFIG, seed=3))
+        assert same_weights(load_weights(folder), GPT(CONFIG, seed=3))
     assert verify_weights(folder) is None
     path.write_text('{"format": "fastpar-checkpoint", "version": 1}')
     with pytest.raises(ValueError, match=r"of version 1; fastpar 0\.1 reads it"):
@@ -233,7 +229,7 @@ def test_what_is_read_of_other_folders(checkpoint):
     path = max(folder.glob("*.safetensors"))  # a link, as the hub's cache has them
     path.rename(folder / "blob")
     path.symlink_to("blob")
-    assert same(load_weights(folder), GPT(CONFIG, seed=3))
+    assert same_weights(load_weights(folder), GPT(CONFIG, seed=3))
     step = folder.rename(folder.parent / "step_000003")
     with pytest.raises(ValueError, match=r"read_manifest: .*manifest.json \(no such file\)"):
         load_weights(step)

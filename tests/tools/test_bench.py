@@ -21,7 +21,7 @@ from bench.peers import packages
 from bench.peers.published import TOLERANCE, predict, published, table
 from bench.records import RESULTS, ResultFile, Row, load, machine
 from bench.report import report
-from bench.systems import links, steps
+from bench.systems import steps
 from fastpar.comm.ranks import RankFailed
 from fastpar.doctor.table import VERSION
 from fastpar.doctor.trial import CpuClock
@@ -331,26 +331,3 @@ def test_a_rehearsal_without_a_gpu(tmp_path):
     page = (tmp_path / "report.txt").read_text()
     assert "WRONG    demo is wrong: AssertionError: error of dq is 3e-2" in page
     assert {p.name for p in tmp_path.iterdir()} == {"report.json", "report.txt", "logs.tar.gz"}
-
-
-# Links between namespaces
-
-
-@pytest.mark.slow
-def test_bytes_take_the_time_that_the_rate_says_and_failures_are_named():
-    """4 MiB at 200 Mbit/s: 168 ms; at the rate before, or in shared memory, less than 34 ms."""
-    try:
-        link = links.Link(1000)
-    except links.NoLinkError as error:
-        pytest.skip(str(error))
-    size = 4 << 20
-    with link, links.Ranks(link, "bench.systems.links:Probe") as ranks:
-        ranks.ask("all_reduce_ms", 1, size)
-        link.set_rate(200)
-        before = link.sent_bytes()
-        took = max(max(both) for both in zip(*ranks.ask("all_reduce_ms", 1, size)))
-        sent = [now - then for now, then in zip(link.sent_bytes(), before)]
-        with pytest.raises(RankFailed, match=r"^rank \d: AttributeError: .*nothing"):
-            ranks.ask("nothing")
-        assert took >= 0.9 * 8e3 * size / 200e6  # the bucket lets a burst through at once
-        assert all(2 * size <= count <= 2.4 * size for count in sent)  # with headers
