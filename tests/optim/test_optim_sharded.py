@@ -13,6 +13,7 @@ from optimizers import (
     UINT8,
     adafactor,
     adamw,
+    assert_same,
     assert_same_state,
     build,
     put_gradients,
@@ -81,17 +82,6 @@ def sharded(stage, dtype=FP32, seed=0, **options):
     return fastpar.parallelize(Bag(dtype, seed), Mesh(), asked)
 
 
-def values(model):
-    """Whole parameters. Ranks: all."""
-    with fastpar.engine_of(model).gathered():
-        return {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
-def assert_same_values(model, expected):
-    for n, p in model.named_parameters():
-        assert torch.equal(p, expected[n]), n
-
-
 def put(model, grads):
     for n, p in model.named_parameters():
         p.grad = grads[n].to(p.dtype) if n in grads else None
@@ -102,12 +92,6 @@ def train(model, optimizer, steps, gradients=gradients):
         model(gradients(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def train_alone(model, optimizer, steps, gradients=gradients):
-    for step in steps:
-        put(model, gradients(step))
-        optimizer.step()
 
 
 @sweep(("mode", "rows", "columns"), [("stochastic", 6, 3), ("8-bit-stochastic", 4, 128)])
@@ -195,13 +179,13 @@ def test_adafactor_on_ranks():
         model = sharded(0)
         optimizer = adafactor(model.parameters(), max_grad_norm=1.0)
         train(model, optimizer, range(3))
-        return values(model), optimizer.grad_norm
+        return model.state_dict(), optimizer.grad_norm
 
     model = Bag()
     alone = adafactor(model.parameters(), max_grad_norm=1.0)
-    train_alone(model, alone, range(3))
+    train(model, alone, range(3))
     for mine, norm in run_ranks(ranks, 2):
-        assert_same_values(model, mine)
+        assert_same(model.state_dict(), mine)
         assert torch.equal(norm, alone.grad_norm)
 
 
@@ -236,7 +220,7 @@ def test_optimizers_of_a_part_of_the_model(stage, only):
             assert engine.control.contributed.tolist() == [2.0 * number]
             for optimizer in pair:
                 optimizer.zero_grad()
-        return values(model), lone, [o.grad_norm for o in pair]
+        return model.state_dict(), lone, [o.grad_norm for o in pair]
 
     model = Bag()
     pair, lone = optimizers(model)
@@ -244,7 +228,7 @@ def test_optimizers_of_a_part_of_the_model(stage, only):
         put(model, {n: 2 * g for n, g in gradients(number).items()})
         step(pair, lone, number)
     for mine, of_lone, norms in run_ranks(ranks, 2):
-        assert_same_values(model, mine)
+        assert_same(model.state_dict(), mine)
         assert torch.equal(lone, of_lone)
         assert all(torch.equal(a, o.grad_norm) for a, o in zip(norms, pair))
 
@@ -268,7 +252,7 @@ def test_gradients_are_divided_by_the_count_of_tokens(stage, max_grad_norm, scal
                 model({n: g * (scale or 1.0) for n, g in grads.items()}).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return values(model), optimizer.grad_norm, optimizer.skipped
+        return model.state_dict(), optimizer.grad_norm, optimizer.skipped
 
     model = Bag()
     alone = adamw(groups(model), max_grad_norm=max_grad_norm)
@@ -278,7 +262,7 @@ def test_gradients_are_divided_by_the_count_of_tokens(stage, max_grad_norm, scal
         put(model, {n: sum(part[n] for part in parts) for n in parts[0]})
         alone.step()
     for mine, norm, skipped in run_ranks(ranks, 2):
-        assert_same_values(model, mine)
+        assert_same(model.state_dict(), mine)
         assert not skipped
         assert torch.equal(norm, alone.grad_norm) if max_grad_norm or scale else norm is None
 
@@ -291,7 +275,7 @@ def test_counting_tokens_skips_nothing_and_is_refused_for_two_models_in_one_opti
         if not both:
             models[0]({n: g * math.nan for n, g in gradients(0).items()}).backward()
         optimizer.step()
-        return optimizer.skipped, values(models[0])["table"].isnan().all().item()
+        return optimizer.skipped, models[0].state_dict()["table"].isnan().all().item()
 
     assert run_ranks(ranks, 2, False) == [(False, True)] * 2
     with pytest.raises(RuntimeError, match=r"counting tokens needs one engine, got 2 engines"):
@@ -345,9 +329,9 @@ def test_steps_and_states_are_those_of_one_process(mode, path):
     alone = adamw(groups(model), **options, max_grad_norm=2.0, seed=5)
     for place, steps in zip(path, (range(2), range(2, 4))):
         ranks = go_on(place, dtype, options, model_state, state, steps)
-        train_alone(model, alone, steps, some)
+        train(model, alone, steps, some)
         for model_state, (state, torchs), norm, _ in ranks:
-            assert_same_values(model, model_state)
+            assert_same(model.state_dict(), model_state)
             assert_same_state(state, alone.state_dict())
             assert_same_state(torchs, alone.torch_state_dict())
             assert state.get("seed") == alone.state_dict().get("seed")
@@ -362,14 +346,14 @@ def test_steps_and_states_are_those_of_one_process(mode, path):
 def test_state_of_torch_loads_into_any_stage_and_goes_back(stage, form):
     model = Bag()
     theirs = torch.optim.AdamW(groups(model), **HYPER, amsgrad="amsgrad" in form)
-    train_alone(model, theirs, range(2))
+    train(model, theirs, range(2))
     saved, model_state = theirs.state_dict(), {n: p.clone() for n, p in model.state_dict().items()}
     alone = adamw(groups(model), **form, max_grad_norm=2.0, seed=5)
     alone.load_state_dict(saved)
-    train_alone(model, alone, range(2, 4), some)
+    train(model, alone, range(2, 4), some)
     found = go_on((stage, 2, None), FP32, form, model_state, saved, range(2, 4))
     for mine, (state, torchs), *_ in found:
-        assert_same_values(model, mine)
+        assert_same(model.state_dict(), mine)
         assert_same_state(state, alone.state_dict())
         torch.optim.AdamW(groups(model)).load_state_dict(torchs)
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from cells import few, slow
 from optimizers import BF16, FP16, FP32, assert_same
-from test_optim_sharded import Bag
+from test_optim_sharded import SMALL, Bag
 from test_optim_sharded import gradients as gradients_of
 from test_optim_sharded import train as train_by
 from torch import optim
@@ -52,7 +52,7 @@ def bag(dtype=FP32):
 def on_ranks(stage, dtype=FP32, tp=1, weights=None, **options):
     model = bag(dtype)
     model.load_state_dict(weights or model.state_dict())
-    options = {"bucket_mb": 4e-3, "first_bucket_mb": 1e-3, **options}
+    options = {**SMALL, **options}
     asked = fastpar.Parallel.of(zero_stage=stage, **options)
     return fastpar.parallelize(model, Mesh(tp=tp), asked)
 
@@ -75,11 +75,6 @@ def groups(model, lr=1e-2):
     ]
 
 
-def values(model):
-    """Whole parameters. Ranks: all."""
-    return {n: x.clone() for n, x in model.state_dict().items()}
-
-
 @functools.cache
 def alone(name, dtype, masters):
     """torch's own optimizer in one process: on fp32 copies, where there are masters."""
@@ -88,7 +83,7 @@ def alone(name, dtype, masters):
     stepped = model.float() if masters else model
     optimizer = inner(groups(stepped), lr=1e-2, **options)
     train(stepped, optimizer, range(3))
-    got = {n: master_split(x)[0] if masters else x for n, x in values(stepped).items()}
+    got = {n: master_split(x)[0] if masters else x for n, x in stepped.state_dict().items()}
     return got, optimizer.state_dict()["state"]
 
 
@@ -102,7 +97,7 @@ def of_ranks(name, stage, tp, dtype, masters):
         for entry, x in state.items():
             if isinstance(x, torch.Tensor) and optimizer.entry_block(entry):
                 sizes[entry] = sizes.get(entry, 0) + x.numel()
-    return values(model), optimizer.state_dict()["state"], sizes
+    return model.state_dict(), optimizer.state_dict()["state"], sizes
 
 
 LAYOUTS = [(stage, 2, 1) for stage in range(4)] + [(3, 4, 1), (0, 1, 2), (1, 2, 2), (3, 2, 2)]
@@ -148,7 +143,7 @@ def test_checkpoints_and_state_dicts_go_both_ways_and_on_with_the_same_bits(name
     whole = bag()
     plain = inner(groups(whole), lr=1e-2, **options)
     train(whole, plain, range(3))
-    halfway, weights = copy.deepcopy(plain.state_dict()), values(whole)
+    halfway, weights = copy.deepcopy((plain.state_dict(), whole.state_dict()))
     train(whole, plain, range(3, 5))
 
     def first():
@@ -165,12 +160,12 @@ def test_checkpoints_and_state_dicts_go_both_ways_and_on_with_the_same_bits(name
         else:
             optimizer.load_state_dict(copy.deepcopy(halfway))
         train(model, optimizer, range(3, 5))
-        return values(model), optimizer.state_dict()
+        return model.state_dict(), optimizer.state_dict()
 
     path, *_ = run_ranks(first, 3)
     for stage, world, place in ((2, 2, None), (2, 2, path), (0, 1, path), (1, 4, path)):
         for got, saved in run_ranks(second, world, stage, place):
-            assert_same(got, values(whole))
+            assert_same(got, whole.state_dict())
             back = inner(groups(bag()), lr=1e-2, **options)
             back.load_state_dict(saved)
             assert_same(back.state_dict()["state"], plain.state_dict()["state"])
@@ -195,7 +190,7 @@ def test_clipping_loss_scales_and_schedules():
             schedule.step()
             optimizer.zero_grad()
             seen.append((float(optimizer.grad_norm), optimizer.skipped))
-        return values(model), seen
+        return model.state_dict(), seen
 
     (expected, seen), *_ = run_ranks(ranks, 1, 0)
     assert [skipped for _, skipped in seen] == [False, False, True, False]
@@ -247,11 +242,11 @@ def test_an_optimizer_with_blocks_and_counters_of_its_own(tmp_path):
             for group in optimizer.param_groups:
                 group["steps"] = 2  # a checkpoint has no options of groups
         train(model, optimizer, [3])
-        return path, values(model), optimizer.state_dict()
+        return path, model.state_dict(), optimizer.state_dict()
 
     before = run_ranks(ranks, 3, 2)
     for _, got, saved in [*before, *run_ranks(ranks, 2, 3, before[0][0])]:
-        assert_same(got, values(whole))
+        assert_same(got, whole.state_dict())
         assert_same(saved["state"], state["state"])
         assert [group["steps"] for group in saved["param_groups"]] == [3, 3]
 
