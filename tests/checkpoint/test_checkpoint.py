@@ -12,7 +12,7 @@ import torch
 from cells import cells, slow, sweep
 from nanogpt_cells import NanoGPT
 from optimizers import BF16, MODES, adamw, assert_same
-from saved import bits, whole_tensors
+from saved import bits, named_state, whole_tensors
 from torch import nn
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
@@ -56,18 +56,6 @@ def make(config=CONFIG, form="fp32", seed=0, steps=2, *, mesh=None, stage=0, fro
     return model, optimizer
 
 
-def state_of(model, optimizer):
-    """PARAMETER/ENTRY -> whole tensor of the optimizer's state; PARAMETER -> weights."""
-    names = {p: name for name, p in model.named_parameters()}
-    params = [p for g in optimizer.param_groups for p in g["params"]]
-    state = optimizer.state_dict()["state"]
-    return dict(model.state_dict()) | {
-        f"{names[p]}/{entry}": torch.as_tensor(value)
-        for i, p in enumerate(params)
-        for entry, value in state.get(i, {}).items()
-    }
-
-
 def save(run, made, step=2, **state):
     given = {"model": made[0], "optimizer": made[1], "tokenizer": make_tokenizer("bytes")}
     return save_checkpoint(run, step=step, state=state, **given)
@@ -79,14 +67,14 @@ def test_same_bits_back(tmp_path, form):
     made = make(form=form)
     path = save(tmp_path / form, made, tokens=7, rng={"a": [1]})
     verify_checkpoint(path)
-    expected = {key: value.clone() for key, value in state_of(*made).items()}
+    expected = named_state(*made)
     for seed, steps in ((5, 0), (6, 3)):
         model, optimizer = make(form=form, seed=seed, steps=steps)
         before = {p: {n: x.data_ptr() for n, x in s.items()} for p, s in optimizer.state.items()}
         state = load_checkpoint(path, model=model, optimizer=optimizer)
         assert (state["step"], state["tokens"], state["rng"]) == (2, 7, {"a": [1]})
         assert state["model"]["n_layer"] == 2
-        assert_same(state_of(model, optimizer), expected)
+        assert_same(named_state(model, optimizer), expected)
         for p, places in before.items():
             assert {n: optimizer.state[p][n].data_ptr() for n in places} == places
 
@@ -101,7 +89,7 @@ CHANGES = [
 
 def masters(model, optimizer):
     """The fp32 values that a model trains and their first moments, by name."""
-    state = state_of(model, optimizer)
+    state = named_state(model, optimizer)
     found = {}
     for name, _ in model.named_parameters():
         value = state.get(f"{name}/master_weight", state[name].float())

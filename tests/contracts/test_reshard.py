@@ -7,6 +7,7 @@ import torch
 from cells import slow
 from programs import assert_same
 from same_run import Layout, Loop, Program, parallel_model, passes
+from saved import named_state
 
 from fastpar.checkpoint.reader import verify_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
@@ -28,16 +29,6 @@ class Rank:
             passes(self.loop, step)
             self.loop.step()
         return {key: loss for key, loss in self.loop.losses.items() if key[0] in steps}
-
-    def whole(self):
-        """Name -> whole tensor, of the weights and the optimizer's state, without padding."""
-        optimizer, names = self.loop.optimizer, {p: n for n, p in self.model.named_parameters()}
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        found = {name: x.clone() for name, x in self.model.state_dict().items()}
-        for i, state in optimizer.state_dict()["state"].items():
-            for entry, value in state.items():
-                found[f"{names[params[i]]}/{entry}"] = torch.as_tensor(value).clone()
-        return found
 
 
 REMAINDER = {"master_weights": "remainder", "moment_dtype": torch.bfloat16}
@@ -98,13 +89,13 @@ def test_the_same_state_and_the_same_run(tmp_path, before, after, more, options)
         rank = Rank(before, program, options)
         rank.train(0)
         path = save_checkpoint(tmp_path, step=1, state={"tokens": 7}, **rank.held)
-        return path, rank.whole(), rank.train(1, 2), rank.whole()
+        return path, named_state(**rank.held), rank.train(1, 2), named_state(**rank.held)
 
     def second():
         rank = Rank(after, program, options)
         state = load_checkpoint(path, **rank.held)
         assert (state["step"], state["tokens"]) == (1, 7)
-        return rank.whole(), rank.train(1, 2), rank.whole()
+        return named_state(**rank.held), rank.train(1, 2), named_state(**rank.held)
 
     def of_ranks(work, layout):
         """Dicts of all ranks joined: a stage, or a rank of dp, has a part of a run."""

@@ -10,6 +10,17 @@ from fastpar.checkpoint.manifest import read_manifest
 from fastpar.sharding.placements import HOLE
 
 
+def named_state(model, optimizer):
+    """Copies of whole tensors: name -> weight, PARAMETER/ENTRY -> of the optimizer's state."""
+    names = {p: name for name, p in model.named_parameters()}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    found = {name: x.clone() for name, x in model.state_dict().items()}
+    for i, state in optimizer.state_dict()["state"].items():
+        for entry, value in state.items():
+            found[f"{names[params[i]]}/{entry}"] = torch.as_tensor(value).clone()
+    return found
+
+
 def same_weights(a, b):
     """Of two models."""
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
