@@ -55,10 +55,8 @@ def test_no_gradient_waits_longer_than_its_backward(stage, dropped, monkeypatch)
     run_ranks(of_rank, 2)
 
 
-# When the gradient of an embedding that is tied to the head is sent, and what is sent with it.
-# Backward ends with the embedding, so the table's gradient is complete when nothing is left to
-# compute. No block may wait for that, only what is small and outside of the blocks: so it is with
-# FSDP2, while DDP (and nanoGPT with it) sends what is left of the first block in that bucket, too.
+# Backward ends with the embedding, so the gradient of a table that is tied to the head is complete
+# when nothing is left to compute. No block may wait for that, only what is outside of the blocks.
 
 
 def order_of_sends(stage):
@@ -94,13 +92,6 @@ def test_nothing_but_the_last_buckets_waits_for_the_table(stage):
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 30, "dropout": 0.1}
 PRODUCTS = {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}
 IN_PLACE = {f"h.{i}.{name}.weight" for i in range(2) for name in PRODUCTS}
-
-
-def withdraw(model):
-    """Nobody offers a place any more."""
-    for p in model.parameters():
-        vars(p).pop("fastpar_place", None)
-        vars(p).pop("fastpar_wide_place", None)
 
 
 def named_grads(engine):
@@ -208,8 +199,8 @@ def wide_run(stage, how, accumulate, wide=True):
         recompute(model, "full")
     options = {"zero_stage": stage, "accumulate": accumulate, "grad_dtype": torch.float32}
     model, engine = managed(model, bucket_mb=0.01, **options)
-    if not wide:
-        withdraw(model)
+    for p in () if wide else model.parameters():
+        vars(p).pop("fastpar_wide_place", None)
     for micro in range(2):
         ids = torch.randint(30, (2, 8), generator=torch.Generator().manual_seed(micro))
         model(ids, ids, rng_key=make_key(1, micro)).backward()

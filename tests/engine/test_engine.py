@@ -72,9 +72,8 @@ def test_an_engine_refuses_to_step_with_gradients_that_are_not_reduced():
         loss_of(model, 0).backward()
     with pytest.raises(RuntimeError, match=r"cannot go from 'local' to 'stepped', only to"):
         engine.after_step()
-    next(model.parameters()).register_post_accumulate_grad_hook(
-        lambda p: engine.begin_micro_batch(last=True)
-    )
+    p = next(model.parameters())
+    p.register_post_accumulate_grad_hook(lambda p: engine.begin_micro_batch(last=True))
     with pytest.raises(RuntimeError, match="called during a backward"):
         loss_of(model, 0).backward()
 
@@ -228,10 +227,7 @@ def test_parameters_that_some_ranks_leave_out(users, stage):
         assert grads["a"] == [1.0, 3.0, 5.0, 7.0]
 
 
-CHANGED = (
-    r"Engine: p\.grad of '.*' was changed in place with tp=2, where a rank sees only its part "
-    r"of the norm; clip with fastpar\.AdamW\(max_grad_norm=\.\.\.\)"
-)
+CHANGED = r"p\.grad of '.*' was changed in place with tp=2, .* clip with fastpar\.AdamW\(max_grad"
 
 
 @pytest.mark.parametrize("tp", [2, 1])

@@ -309,9 +309,7 @@ def test_copies_that_come_at_the_last_moment_change_nothing(streams, accum):
     held(functools.partial(trains, accum=accum), grad_accum_steps=accum)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [(StreamHandle, "wait"), (FakeBus, "arrived")], ids=["forward", "host"]
-)
+@pytest.mark.parametrize(("kind", "name"), [(StreamHandle, "wait"), (FakeBus, "arrived")])
 def test_who_waits_for_no_copy_reads_nan(streams, monkeypatch, kind, name):
     """The order broken once: a forward that waits for no weights, a host for no gradients."""
     monkeypatch.setattr(kind, name, lambda *args: None)

@@ -61,6 +61,11 @@ def one_process():
     dist.destroy_process_group()
 
 
+def with_units(chosen):
+    model = nn.Sequential(stack(), nn.ReLU())
+    parallelize(model, Mesh(), zero_stage=3, units=chosen(model))
+
+
 OTHERS = [
     (lambda: parallelize(nn.Sequential(nn.LazyLinear(4)), Mesh()),
      r"parameter '0.weight' is not initialized .*; call the model once"),
@@ -74,13 +79,17 @@ OTHERS = [
      r"plain parameters, got Parameter '_fsdp_wrapped_module._flat_param'"),
     (lambda: parallelize(DistributedDataParallel(stack()), Mesh()),
      r"without DistributedDataParallel, which averages gradients too, got 'model'"),
+    (lambda: with_units(lambda model: [nn.Linear(2, 2)]),
+     r"units contains a Linear that is not inside the model; pass"),
+    (lambda: with_units(lambda model: [model[0], model[0][1]]),
+     r"units contains a Linear inside another unit; leave"),
     (lambda: DistributedDataParallel(parallelize(stack(), Mesh())),
      r"DistributedDataParallel: the model went through fastpar.parallelize, .*; do not wrap"),
 ]  # fmt: skip
 
 
 def test_models_and_meshes_of_others(one_process):
-    """Modules that were wrapped, split or never filled, and other things than a Mesh."""
+    """Modules that were wrapped, split or never filled, units of none, other things than a Mesh."""
     for build, message in OTHERS:
         with pytest.raises(ValueError, match=message):
             build()
@@ -90,15 +99,8 @@ def gpt(**changes):
     return GPT(GPTConfig(**{"n_layer": 2, "n_head": 2, "n_embd": 40, "vocab_size": 64, **changes}))
 
 
-def complex_stack():
-    model = stack()
-    model[1].weight = nn.Parameter(model[1].weight.to(torch.complex64))
-    return model
-
-
-def on_meta():
-    with torch.device("meta"):
-        return stack()
+def some_complex():
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16, dtype=torch.complex64))
 
 
 EXPERTS = {"block_size": 16, "n_expert": 4, "top_k": 2}
@@ -114,11 +116,11 @@ REFUSED = [  # ranks, model, axes of the mesh, settings, words
      "^expert_capacity does not support cp: each rank"),
     # By parameters
     (2, stack, {}, {"grad_dtype": torch.int32}, r"of fp32, bf16, fp16 for grad_dtype, got .*int32"),
-    (2, complex_stack, {}, {}, r"fp16 or fp64 parameters, got dtype=torch\.complex64 for '1\.w"),
+    (2, some_complex, {}, {}, r"fp16 or fp64 parameters, got dtype=torch\.complex64 for '1\.w"),
     (2, lambda: stack().bfloat16(), {}, SUMS, r"deterministic=True needs .* fp32, got .* for '0\."),
     (2, lambda: stack().double(), {}, FED, "formats do not support gradients in torch.float64"),
     (2, lambda: stack().half(), {}, FED, "wire formats do not support gradients in torch.float16"),
-    (2, on_meta, {}, {}, "parameter '0.weight' is on the meta device; pass materialize="),
+    (2, lambda: stack().to("meta"), {}, {}, "parameter '0.weight' is on the meta device; pass mat"),
 ]  # fmt: skip
 
 

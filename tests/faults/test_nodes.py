@@ -249,9 +249,7 @@ def test_srun_without_torchrun(two):
         "SLURM_STEP_NODELIST": "node[0-1]",
     }  # fmt: skip
     command = (sys.executable, "-m", "fastpar", *TRAIN, *SHORT)
-    started = [
-        nodes.run(i, *command, SLURM_PROCID=str(i), SLURM_NODEID=str(i), **step) for i in range(2)
-    ]
+    started = [nodes.run(int(n), *command, SLURM_PROCID=n, SLURM_NODEID=n, **step) for n in "01"]
     (code, out), (other, _) = map(ended, started)
     assert (code, other) == (0, 0), out
     assert "ranks 2" in out

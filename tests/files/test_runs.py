@@ -57,11 +57,8 @@ def holder():
 
 def test_a_folder_that_another_process_has_is_refused_and_it_is_named(tmp_path, holder):
     process = holder(tmp_path)
-    rule = (
-        rf"train: expected a run that no other process writes, got out={tmp_path}, used by process "
-        rf"{process.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d; wait for it, stop it, "
-        "or choose another --out"
-    )
+    rule = rf"expected a run that no other process writes, got out={tmp_path}, used by process "
+    rule += rf"{process.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d; wait for it, stop it"
     began = time.monotonic()
     with pytest.raises(ValueError, match=rule):
         runs.hold(tmp_path, wait_s=0.3)

@@ -147,19 +147,6 @@ def test_the_largest_difference_is_between_two_strategies():
     assert judge_losses(make_comparison(*runs)).beyond == (1, "dp")
 
 
-def test_the_file_keeps_everything(tmp_path):
-    """No digit of an fp32 is lost."""
-    loss = float(np.float32(8.123456789))
-    runs = [make_run("single"), make_run("dp", losses=[loss] * 10)]
-    found = make_comparison(*runs, skipped={"tp": "needs 4 ranks, got 2"}, complete=False)
-    found.save(tmp_path / RESULTS)
-    again = read(tmp_path / RESULTS)
-    assert np.float32(again.runs[1].losses[0]) == np.float32(loss)
-    again.runs[1].losses = found.runs[1].losses
-    assert asdict(again) == asdict(found)
-    assert [p.name for p in tmp_path.iterdir()] == [RESULTS]
-
-
 def test_the_table_has_a_row_for_each_strategy_and_the_fastest_stands_first():
     runs = [*repeats("dp", 0.13, 0.14), make_run("zero1", step_s=0.05), make_run("ddp", step_s=0.2)]
     names, skipped = ["tp", "dp", "zero1", "ddp", "hsdp"], {"deepspeed1": "is not installed"}
@@ -241,7 +228,6 @@ REFUSED = [
     ({"strategies": "dp,zero4"}, r"got strategy=zero4; did you mean zero3\?"),
     ({"strategies": "horovod"}, r"got strategy=horovod; choose from these"),
     ({"strategies": "dp,async"}, r"got strategy='async'; use zero1, .*results/parameter_serve"),
-    ({"strategies": "parameter-server"}, r"expected a synchronous .*got "),
     ({"strategies": ","}, r"compare: expected comma-separated names, got strategies=','; drop"),
     *(
         ({name: 0}, rf"compare: expected {name} >= 1, got {name}=0")
@@ -251,7 +237,7 @@ REFUSED = [
     ({"lr": 0.0}, r"compare: expected lr > 0, got lr=0\.0; set --lr"),
     ({"muon_lr": -1.0}, r"compare: expected muon_lr > 0, got muon_lr=-1\.0; set --muon-lr"),
     ({"batch_size": 8, "nproc": 3}, r"multiple of nproc=3, got batch_size=8; use --batch-si"),
-    ({"out": "full"}, r"compare: expected a new or an empty folder, got out=full"),
+    ({"out": "full"}, r"compare: expected a new or an empty folder, got out=full;"),
     ({"out": "full/file"}, r"compare: expected a new or an empty folder, got out=full/file"),
 ]
 

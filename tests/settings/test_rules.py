@@ -1,13 +1,11 @@
 """Every rule refuses a row here, in the spelling of its caller."""
 
 import copy
-from unittest import mock
 
 import pytest
 from cells import sweep
 
-from fastpar.cli import parse_train
-from fastpar.settings import config, rules
+from fastpar.settings import rules
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.files import option
 from fastpar.settings.options import TrainFlags
@@ -200,11 +198,3 @@ def test_settings_that_do_nothing_are_refused_or_dropped_where_a_run_had_them():
     ranks = {"nproc": 4, "pp": 2, "schedule": "gpipe", "wire_gradients": "int8", "zero_stage": 1}
     flags = TrainFlags().replace(ranks)
     assert without_idle(flags, (), ranks=4) == flags
-
-
-def test_a_command_line_is_checked_once(monkeypatch):
-    checked = mock.Mock(wraps=check)
-    monkeypatch.setattr(config, "check", checked)
-    found = parse_train(["--max-steps", "3", "--out", "r", "--replicas", "1"])
-    assert found.in_folder("elsewhere").run.out == "elsewhere"
-    assert checked.call_count == 1

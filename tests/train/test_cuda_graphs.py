@@ -171,9 +171,7 @@ def check(trainer):
         (check, {}, "CaptureCheck: expected operations that a CUDA graph can hold"),
     ],
 )
-def test_a_run_goes_on_without_graphs_that_nobody_asked_for(
-    here, capfd, captured, prepare, settings, said
-):
+def test_a_run_goes_on_without_its_graphs(here, capfd, captured, prepare, settings, said):
     expected = weights_of("plain", False, {**TWO, **settings}, prepare)
     assert "graphs  " not in capfd.readouterr().out
     found = weights_of("graphs", None, {**TWO, **settings}, prepare)

@@ -14,7 +14,7 @@ import torch
 from train_runs import start
 
 from fastpar import parallelize
-from fastpar.axes.step import Setup, Workload
+from fastpar.axes.step import Setup
 from fastpar.comm.mesh import Mesh
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import CharTokenizer, IdTokenizer, make_tokenizer
@@ -23,7 +23,6 @@ from fastpar.files.runs import newest_run
 from fastpar.kernels.loss.linear_cross_entropy import release_workspaces
 from fastpar.models.gpt import GPT
 from fastpar.predict.machine import FOLDER, MeasuredRates, Rate, machine_name
-from fastpar.predict.measure import ShortRun
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import SampleSettings
@@ -341,27 +340,20 @@ def test_what_is_not_known_and_what_fails_fail_no_run(rates, capsys, monkeypatch
     assert "predicted: not available (KeyError: 'flux')\n" in said
 
 
-def tell_on_two_ranks():
-    """Rank 0's row of what both have measured: 1000 and 2000 bytes, 10 and 20 ms."""
-    setup = Setup(world_size=2, dtype="fp32", device_type="cpu", transport="shm")
-    run = ShortRun(Workload(PREDICTED, 2), setup, Mesh(device="cpu"))
-    watch, rows = module.Predictions(run.engine, run.optimizer), []
-    for _ in range(6):
-        watch.watched(run.step)
-    assert len(watch.times_ms) == 6 - module.SKIPPED
-    assert watch.peak_bytes > 0
-    watch.peak_bytes = 1000 * (run.mesh.rank + 1)
-    watch.times_ms.clear()
-    watch.times_ms.extend([1.0, 10.0 * (run.mesh.rank + 1), 100.0])
-    folder = SimpleNamespace(notes=()) if run.mesh.is_main else None
-    journal = SimpleNamespace(folder=folder, keep=lambda **row: rows.append(row["prediction"]))
-    facts = {"device": "CPU", "threads": 1}
-    watch.report(journal, PREDICTED, setup.change(batch_size=2, block_size=32), facts)
-    return rows
+def test_the_fullest_and_the_slowest_rank_count(rates):
+    setup = Setup(2, dtype="fp32", device_type="cpu", transport="shm", batch_size=2, block_size=32)
 
+    def of_rank():
+        mesh, rows = Mesh(device="cpu"), []
+        watch = module.Predictions(engine_of(parallelize(GPT(PREDICTED), mesh)), None)
+        watch.watched(lambda: None)
+        watch.peak_bytes = 1000 * (mesh.rank + 1)
+        watch.times_ms.extend([1.0, 10.0 * (mesh.rank + 1), 100.0])
+        folder = SimpleNamespace(notes=()) if mesh.is_main else None
+        journal = SimpleNamespace(folder=folder, keep=lambda prediction: rows.append(prediction))
+        watch.report(journal, PREDICTED, setup, {"device": "CPU", "threads": 1})
+        return rows
 
-@pytest.mark.slow
-def test_the_fullest_and_the_slowest_rank_count():
-    (row,), nothing = run_ranks(tell_on_two_ranks, 2, backend="gloo")
+    (row,), nothing = run_ranks(of_rank, 2)
     assert nothing == []
     assert (row["measured_bytes"], row["measured_ms"]) == (2000, 20.0)

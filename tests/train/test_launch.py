@@ -160,9 +160,7 @@ def test_files_of_the_current_folder_stand_in_for_no_module(tmp_path, monkeypatc
         ([128 + signal.SIGTERM], 128 + signal.SIGTERM),
     ],
 )
-def test_all_ranks_are_started_again_unless_nobody_failed(
-    monkeypatch, tmp_path, capfd, statuses, expected
-):
+def test_ranks_start_again_unless_nobody_failed(monkeypatch, tmp_path, capfd, statuses, expected):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run/checkpoints/step_000040").mkdir(parents=True)
     starts = []

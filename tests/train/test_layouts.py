@@ -48,7 +48,6 @@ DOCUMENTS |= {"micro_batch_size": 1, "dropout": 0.1}
 # What a run trains, however it is shared: with dropout and clipping.
 BASES = {
     "dense": {},
-    "bf16": {"dtype": "bf16"},
     "deep": {"n_layer": 3, "eval_every": 2},
     "deep, rounding": {"n_layer": 3, **STORAGE[1]},
     "average, bf16": {"ema": 0.3, "dtype": "bf16", "master_weights": "remainder"},
@@ -57,7 +56,6 @@ BASES = {
     "experts, rounding": {**EXPERTS, "dtype": "bf16", "stochastic_rounding": True},
     "fp8": FP8,
     "fp8 delayed": DELAYED,
-    "fp8 blocks": {**FP8, "fp8_scaling": "block", "dtype": "bf16"},
     "documents": DOCUMENTS,
 }
 Z1, Z2, Z3 = ({"zero_stage": stage} for stage in (1, 2, 3))
@@ -81,9 +79,7 @@ LAYOUTS = [
     ("dense", 4, {**Z3, "shard_size": 2}),
     slow("dense", 2, {**Z3, "transport": "torch", **FULL}),
     ("deep", 2, stages("zb-v", pp_split="0,1,1,1", zero_stage=3)),
-    slow("deep", 3, {"pp": 3, "schedule": "gpipe", "pp_split": "1,1,1"}),
     slow("deep", 2, {"pp": 2, "on_nonfinite": "skip", "pp_split": "0,3"}),
-    slow("deep", 4, stages("interleaved", **SELECTIVE)),
     slow("deep, rounding", 2, {"pp": 2}),  # both copies of the tied table are rounded alike
     ("average, bf16", 2, Z3),
     slow("muon", 2, {"pp": 2, "pp_split": "0,3", **Z1}),  # a stage without a layer
@@ -575,11 +571,8 @@ def test_bytes_of_blocks_inputs_on_the_host(here, bus, monkeypatch):
         run.rank({"out": "small"})
 
 
-def test_what_a_run_says_of_the_host(made, bus, capsys):
-    """Threads, node and rate once; each row says what its step waited. No bit changes."""
+def test_rows_say_what_a_step_waited_for_the_host(made, bus):
     out = made(**HOSTED, **OPTIMIZER)
-    text = r"offload  optimizer on the host, \d+ of \d+ buckets, \d+ threads.*, [\d.]+ GB/s"
-    assert len(re.findall(text, capsys.readouterr().out)) == 1
     rows = [row for row in read_metrics(out / "metrics.jsonl") if "compute_ms" in row]
     assert len(rows) == 4
     for row in rows:

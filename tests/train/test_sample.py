@@ -61,9 +61,7 @@ def test_greedy_takes_the_most_likely_token_beyond_the_context_too(model):
 
 def test_the_generator_rules_what_is_drawn(model):
     start = torch.tensor([[1], [1]])
-    first, again, other = (
-        tokens_of(model, start, 20, generator=seeded(seed)) for seed in (0, 0, 1)
-    )
+    first, again, other = (tokens_of(model, start, 20, generator=seeded(n)) for n in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert not torch.equal(first[0], first[1])

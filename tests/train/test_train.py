@@ -308,12 +308,6 @@ def test_an_update_is_left_out_on_all_ranks(here, spoil, capsys, how, ranks, cha
     assert (state["next_sample"], state["guards"]["skipped"]) == (64, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", STORAGE)
-def test_the_rule_alone_changes_no_bit(made, changes):
-    check_same(made(on_nonfinite="skip", **changes), made(**changes))
-
-
 def test_the_count_goes_on_after_a_resume_and_ten_in_a_row_stop_the_run(here, spoil):
     spoil(inf_loss, 3, 35)
     guarded("r", on_nonfinite="skip", max_steps=4)
