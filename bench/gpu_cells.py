@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from bench.records import commit, machine_line
+from fastpar.files.plain_files import write_text
 
 LIMIT_S = {"right": 270.0, "fast": 380.0}
 AT_ONCE = 8
@@ -66,9 +67,7 @@ def note(**found: Any) -> None:
     """What a cell has found so far: kept if it is stopped."""
     _row.update(found)
     if _row_path is not None:
-        partial_path = _row_path.with_suffix(".tmp")
-        partial_path.write_text(json.dumps(_row, default=str))
-        os.replace(partial_path, _row_path)
+        write_text(_row_path, json.dumps(_row, default=str))
 
 
 def _child(one: Cell, path: Path, log: Path, until: float, blocking: bool) -> None:
@@ -121,9 +120,8 @@ class Runner:
             if found in row:
                 self.head[found] = row[found]
         self.head["seconds"] = round(time.time() - self.started, 1)
-        partial_path = self.out / "report.tmp"
-        partial_path.write_text(json.dumps({**self.head, "cells": self.rows}, indent=1))
-        os.replace(partial_path, self.out / "report.json")
+        whole = {**self.head, "cells": self.rows}
+        write_text(self.out / "report.json", json.dumps(whole, indent=1))
 
     def start(self, one: Cell, until: float, blocking: bool = False) -> dict[str, Any]:
         stem = one.name.replace("/", "_").replace(" ", "_") + "_again" * blocking

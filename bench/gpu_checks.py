@@ -41,7 +41,7 @@ from fastpar.comm.ranks import reason
 from fastpar.doctor import doctor
 from fastpar.doctor.report import row as proof_line
 from fastpar.doctor.table import VERSION, environment, row_of
-from fastpar.doctor.trial import clock_for
+from fastpar.doctor.trial import clock_for, synchronize
 from fastpar.files.runs import list_checkpoints
 from fastpar.kernels import backend
 from fastpar.kernels.attention import peers as attention_peers
@@ -497,37 +497,30 @@ def run_bench(name: str, only: str, *, dry: bool = False) -> Found:
     return {"shown": f"{len(lines)} rows", "lines": [] if RUN.quick else lines}
 
 
-class Here:
-    """A variant in this process, told as Ranks are."""
+class Here(contextlib.AbstractContextManager["Here"]):
+    """A variant in this process, with the methods of Ranks."""
 
     def __init__(self, spec: Spec) -> None:
-        self.spec, self._peak, before = spec, 0, self._live()
+        self.spec, self._peak, before = spec, 0, torch.cuda.memory_allocated()  # 0 without a GPU
         self._variant: Any = Variant(spec)
-        self._own = self._live() - before
-
-    def _live(self) -> int:
-        return torch.cuda.memory_allocated() if RUN.device == "cuda" else 0
+        self._own = torch.cuda.memory_allocated() - before
 
     def ask(self, command: str, *args: Any, timeout_s: float = 0.0) -> list[Any]:
         if command == "peak_bytes":
             return [self._peak]
-        others = self._live() - self._own
+        others = torch.cuda.memory_allocated() - self._own
         if RUN.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         answer = getattr(self._variant, command)(*args)
         if RUN.device == "cuda" and command == "steps":
-            self._own = self._live() - others
+            self._own = torch.cuda.memory_allocated() - others
             self._peak = max(self._peak, torch.cuda.max_memory_allocated() - others)
         return [answer]
 
     def close(self) -> None:
         self._variant = None
         gc.collect()
-        if RUN.device == "cuda":
-            torch.cuda.empty_cache()
-
-    def __enter__(self) -> "Here":
-        return self
+        torch.cuda.empty_cache()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -580,11 +573,10 @@ TIMED = [  # those with torch.compile beside them first
     ("global_norm", "GPT-2"), ("linear_fp8", "c_fc"), ("quantize", "int8"), ("bucket", ""),
     ("philox", ""), ("grouped_linear", ""),
 ]  # fmt: skip
-COMPILING = [
+CELLS["right"][2:2] = [  # behind facts and module
     Cell(f"compile {name}", partial(run_bench, name, only, dry=True), 60, on_cpu=False)
     for name, only in TIMED[:4]
 ]
-CELLS["right"][2:2] = COMPILING  # behind facts and module
 CELLS["right"] += [
     Cell(f"time {name}", partial(run_bench, name, only), 30, alone=True) for name, only in TIMED
 ]
@@ -623,8 +615,8 @@ CELLS["right"].append(Cell("memcheck", MEMCHECK, 40, alone=True, on_cpu=False))
 def compile_124m() -> None:
     """Fills the compiler's cache, for the headline."""
     config, batch_size = (SMALL, 4) if RUN.quick else (GPT2, 32)
-    compiled = not RUN.quick
-    Variant(Spec("stock", config, batch_size, device=RUN.device, compiled=compiled)).steps(1)
+    spec = Spec("stock", config, batch_size, device=RUN.device, compiled=not RUN.quick)
+    Variant(spec).steps(1)
 
 
 ALL = partial(in_turns, "124M", 32, "eager", "torch.compile", "fastpar", rounds=4)
@@ -637,11 +629,11 @@ def trainers(table: dict[str, Found], steps: int) -> Found:
 
     def run(trainer: Trainer) -> int:
         for count in (6, steps):
-            torch.cuda.synchronize() if RUN.device == "cuda" else None
+            synchronize(RUN.device)
             start = time.perf_counter()
             for _ in range(2 if RUN.quick else count):
                 trainer.train_step()
-            torch.cuda.synchronize() if RUN.device == "cuda" else None
+            synchronize(RUN.device)
         ms[name] = round((time.perf_counter() - start) / count * 1e3, 3)
         trainer.mesh.close()
         return 0
@@ -764,7 +756,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4"
     commit()  # asks git once, for all children
     cells = CELLS[args.mode] + CELLS["demo"] * RUN.quick
-    if args.only:  # in the order in which they are asked for
+    if args.only:  # in the order of the command line
         known = {c.name: c for c in (*CELLS["fast"], *CELLS["right"], *CELLS["demo"])}
         cells = list({n: c for text in args.only for n, c in known.items() if text in n}.values())
     runner = Runner(args.out, args.mode, args.started, args.limit or LIMIT_S[args.mode])

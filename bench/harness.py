@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +108,7 @@ class Bench:
         for row in rows:
             print(format_row(row, judged=not self.quick), flush=True)
 
-    def run(self, cases: Sequence[Case]) -> None:
+    def run(self, cases: Iterable[Case]) -> None:
         """Every case in every direction; rows are written after each direction."""
         for case in cases:
             if self.only in case.name:

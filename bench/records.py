@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 
 from fastpar.comm.ranks import available_cores
 from fastpar.doctor.table import cpu_name
+from fastpar.files.plain_files import reason, write_text
 from fastpar.kernels import _C
 from fastpar.predict.machine import version_of
 
@@ -236,27 +238,35 @@ class ResultFile:
         for row in rows:
             row.commit, row.dirty, row.date = (self.about[k] for k in ("commit", "dirty", "date"))
             self.rows[row.key] = row
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = ",\n".join(json.dumps(row.to_json()) for row in self.rows.values())  # a row a line
-        head = json.dumps({"schema": SCHEMA, "machine": self.about})[:-1]
-        partial = self.path.with_suffix(f".{os.getpid()}.tmp")
-        partial.write_text(f'{head}, "rows": [\n{lines}\n]}}\n')
-        os.replace(partial, self.path)
+        rows = [row.to_json() for row in self.rows.values()]
+        write_rows(self.path, {"machine": self.about}, rows)
 
 
-def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Row]]:
-    """The machine and the rows of a result file."""
+def write_rows(path: Path, head: dict[str, Any], rows: Iterable[dict[str, Any]]) -> None:
+    """A file with a row a line, that appears complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(map(json.dumps, rows))
+    text = json.dumps({"schema": SCHEMA, **head})[:-1] + f', "rows": [\n{lines}\n]}}\n'
+    write_text(path, text)
+
+
+def read_rows(path: Path, remedy: str) -> dict[str, Any]:
+    """What write_rows wrote. ValueError: it is missing or of another format, and the remedy."""
     try:
-        stored = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
+        stored = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"load: expected a result file, got path={Path(path).name} ({error}); "
-            "delete it and run `python -m bench` again"
+            f"load: expected a result file, got path={path.name} ({reason(error)}); {remedy}"
         ) from None
     schema = stored.get("schema") if isinstance(stored, dict) else None
     if schema != SCHEMA:
         raise ValueError(
-            f"load: expected schema={SCHEMA}, got schema={schema} in {Path(path).name}; "
-            "delete it and run `python -m bench` again"
+            f"load: expected schema={SCHEMA}, got schema={schema} in {path.name}; {remedy}"
         )
+    return stored
+
+
+def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Row]]:
+    """The machine and the rows of a result file."""
+    stored = read_rows(Path(path), "delete it and run `python -m bench` again")
     return stored["machine"], [Row.from_json(row) for row in stored["rows"]]

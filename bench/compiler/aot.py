@@ -216,7 +216,6 @@ def measure(job: Job, compiled: Any) -> Row:
         "waits": sum(i.opcode.startswith("WARPGROUP.DEPBAR") for i in code),
         "groups": compiled.asm["ptx"].count("wgmma.commit_group"),
         "e4m3_products": len(re.findall(r"mma(?:_async)?\.sync\S*\.e4m3", compiled.asm["ptx"])),
-        "utchmma": sass.count(code, "UTCHMMA"),
         "ldgsts": sass.count(code, "LDGSTS"),
         "tma": sass.count(code, "UTMALDG", "UTMASTG", "UBLKCP"),
         "mufu": sass.count(code, "MUFU"),

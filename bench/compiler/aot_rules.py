@@ -179,7 +179,7 @@ def describe(broken: Iterable[Broken]) -> list[str]:
 def stale_exemptions(exempt: dict[str, Any], needed: Iterable[tuple[str, str, str]]) -> list[str]:
     used = set(needed)
     return [
-        f"{name}: exemption: nothing breaks {rule!r} under {pattern!r}; delete it from AOT_EXEMPT"
+        f"{name}: exemption: nothing breaks {rule!r} under {pattern!r}; delete it"
         for name, patterns in exempt.items()
         for pattern, rules in patterns.items()
         for rule in rules

@@ -5,14 +5,15 @@ that compiled it; counts of nothing are left out.
 """
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.compiler.aot_rules import GPUS, Row
+from bench.records import read_rows, write_rows
 
-SCHEMA = 1
+# Which launch a row is of, whatever compiled it.
+LAUNCH = ("module", "kernel", "arch", "types", "config", "launch")
 COUNTS = (
     "stack_bytes", "spill_instructions", "loop_spills", "shared_bytes", "ctas_per_sm",
     "loop_instructions", "tile_loads", "tile_stores", "wide_loads", "narrow_loads",
@@ -35,15 +36,10 @@ def order(row: Row) -> tuple[Any, ...]:
     return tuple(row[name] for name in names)
 
 
-def identity(row: Row) -> tuple[Any, ...]:
-    """Which launch it is, whatever compiled it."""
-    return tuple(row[k] for k in ("module", "kernel", "arch", "types", "config", "launch"))
-
-
 def _tensor(row: Row) -> str:
     if "dots" not in row or not row["dots"]:
         return ""
-    used = [f"{row[k]} {k.upper()}" for k in ("hmma", "hgmma", "utchmma") if row.get(k)]
+    used = [f"{row[k]} {k.upper()}" for k in ("hmma", "hgmma") if row.get(k)]
     eights = row.get("e4m3_products", 0)
     used += [f"{eights} of e4m3"] * bool(eights)
     return ", ".join(used) or f"FMA ({'/'.join(row['dots'])})"
@@ -105,14 +101,6 @@ def write_page(folder: Path, name: str, title: str, *parts: str) -> None:
     (folder / name).write_text("\n".join([f"# {title}, compiled ahead of time\n", *parts]))
 
 
-def write_rows(folder: Path, head: dict[str, Any], rows: Sequence[Row]) -> None:
-    """table.json, a row a line."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(map(json.dumps, rows))
-    text = json.dumps({"schema": SCHEMA, **head})[:-1] + f', "rows": [\n{lines}\n]}}\n'
-    (folder / "table.json").write_text(text)
-
-
 def sections(
     head: Sequence[str], found: dict[str, list[list[str]]], rows: Sequence[Row], whose: str
 ) -> str:
@@ -132,7 +120,7 @@ def sections(
 def markdown(rows: Sequence[Row]) -> str:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in sorted(rows, key=order):
-        groups.setdefault(identity(row), []).append(row)
+        groups.setdefault(tuple(row[name] for name in LAUNCH), []).append(row)
     found: dict[str, list[list[str]]] = {}
     for key, group in groups.items():
         found.setdefault(key[0], []).append(_line(group))
@@ -145,7 +133,7 @@ def write(folder: Path, rows: Sequence[Row], commit: str, dirty: bool) -> None:
     head = {"commit": commit, "dirty": dirty, "triton": versions}
     empty: tuple[Any, ...] = (0, [], {})
     kept = [{k: v for k, v in row.items() if v not in empty} for row in sorted(rows, key=order)]
-    write_rows(folder, head, kept)
+    write_rows(folder / "table.json", head, kept)
     limits = ", ".join(f"sm_{arch}: {gpu.shared_per_cta} B" for arch, gpu in GPUS.items())
     about = (
         f"{LEGEND}\nTriton {' and '.join(versions)}; commit {commit}{' + changes' * dirty}; "
@@ -155,37 +143,28 @@ def write(folder: Path, rows: Sequence[Row], commit: str, dirty: bool) -> None:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    path = folder / "table.json"
-    try:
-        stored = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"load: expected the table of `make aot`, got path={path.name} "
-            f"({type(error).__name__}); run `make aot`"
-        ) from None
-    if stored.get("schema") != SCHEMA:
-        raise ValueError(
-            f"load: expected schema={SCHEMA}, got schema={stored.get('schema')} in {path.name}; "
-            "run `make aot`"
-        )
+    stored = read_rows(folder / "table.json", "run `make aot`")
     nothing = {"dots": [], "warnings": [], "exempt": {}, **dict.fromkeys(COUNTS, 0)}
     stored["rows"] = [{**nothing, **row} for row in stored["rows"]]
     return stored
 
 
-def differences(folder: Path, rows: Sequence[Row]) -> list[str]:
-    """Launches that the stored table lacks, and those that are no more."""
+def differences(
+    folder: Path, rows: Sequence[Row], names: Sequence[str] = LAUNCH, target: str = "make aot"
+) -> list[str]:
+    """What the stored table lacks, and what is no more. names: what a row is known by, its file
+    first; target: what writes the table."""
     try:
-        stored = load(folder)["rows"]
+        stored = read_rows(folder / "table.json", f"run `{target}`")["rows"]
     except ValueError as error:
         return [str(error)]
-    listed, current = ({identity(row) for row in part} for part in (stored, rows))
+    listed, current = ({tuple(row[n] for n in names) for row in part} for part in (stored, rows))
     found = []
     for keys, what in ((current - listed, "lacks"), (listed - current, "still has")):
         for module, some in itertools.groupby(sorted(keys), key=lambda key: key[0]):
             first, *others = some
             found.append(
-                f"{module}: table: {what} {1 + len(others)} launches, such as "
-                f"{' '.join(map(str, first[1:]))}; run `make aot` and commit it"
+                f"{module}: table: {what} {1 + len(others)} rows, such as "
+                f"{' '.join(map(str, first[1:]))}; run `{target}` and commit it"
             )
     return found

@@ -9,7 +9,6 @@ floating-point atomics. EXEMPT says which kernels rightly break a rule, and why;
 nothing needs is an error too. Without nvcc nothing is checked, which is said and is no failure.
 """
 
-import json
 import os
 import re
 import runpy
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.compiler import aot_rules, aot_table, sass
-from bench.records import ROOT, commit, parser_of
+from bench.records import ROOT, commit, parser_of, write_rows
 
 Row = dict[str, Any]
 TABLE = ROOT / "bench" / "results" / "cuda"
@@ -145,15 +144,14 @@ def compile_source(nvcc: str, flags: str, source: str, arch: str) -> list[Row]:
 def judge(rows: Sequence[Row], exempt: dict[str, dict[str, str]]) -> list[str]:
     """A line for each broken rule and each exemption without use."""
     problems: list[str] = []
-    needed: set[tuple[str, str]] = set()
+    needed: set[tuple[str, str, str]] = set()
     for row in rows:
-        broken, used = aot_rules.judge(row, exempt, RULES, [row["kernel"]])
+        broken, found = aot_rules.judge(row, exempt, RULES, [row["kernel"]])
         problems += [f"{row['kernel']} sm_{row['arch']}: {b.rule}: {b.detail}" for b in broken]
-        needed |= used
-        row |= {} if row.pop("exempt") == {} else {"exempt": {r: exempt[p][r] for p, r in used}}
-    stale = {(pattern, rule) for pattern, rules in exempt.items() for rule in rules} - needed
-    found = [f"exemption: nothing breaks {rule!r} under {p!r}; delete it" for p, rule in stale]
-    return problems + sorted(found)
+        needed |= {("cuda", *pair) for pair in found}
+        if not row["exempt"]:
+            del row["exempt"]
+    return problems + aot_rules.stale_exemptions({"cuda": exempt}, needed)
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -172,7 +170,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def write(rows: Sequence[Row], version: str) -> None:
     name, dirty = commit()
-    aot_table.write_rows(TABLE, {"commit": name, "dirty": dirty, "nvcc": version}, rows)
+    write_rows(TABLE / "table.json", {"commit": name, "dirty": dirty, "nvcc": version}, rows)
     about = f"{LEGEND}\n{version}; commit {name}{' + changes' * dirty}. "
     about += "Written by `make cuda-check`.\n"
     aot_table.write_page(TABLE, "table.md", "Every CUDA kernel", about, markdown(rows))
@@ -180,17 +178,8 @@ def write(rows: Sequence[Row], version: str) -> None:
 
 def differences(rows: Sequence[Row]) -> list[str]:
     """Kernels that the committed table lacks, and those that are no more."""
-    path = TABLE / "table.json"
-    if not path.exists():
-        return ["table: expected bench/results/cuda/table.json, got none; run `make cuda-check`"]
-    stored = json.loads(path.read_text())["rows"]
-    listed, current = ({(r["kernel"], r["arch"]) for r in part} for part in (stored, rows))
-    both = ((current - listed, "lacks"), (listed - current, "still has"))
-    return [
-        f"table: {what} {kernel} sm_{arch}; run `make cuda-check` and commit it"
-        for keys, what in both
-        for kernel, arch in sorted(keys)
-    ]
+    names = ("source", "kernel", "arch")
+    return aot_table.differences(TABLE, rows, names, "make cuda-check")
 
 
 def main(argv: list[str] | None = None) -> int:

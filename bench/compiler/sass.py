@@ -24,7 +24,7 @@ _ATOMIC = re.compile(r"^(?:RED|ATOM|ATOMG|REDG)\.(?:.*\.)?(?:F16|F32|F64|BF16)")
 
 # Of tensor cores; those of 8-bit floats begin with a Q.
 WARP_PRODUCTS, GROUP_PRODUCTS = ("HMMA", "QMMA"), ("HGMMA", "QGMMA")
-PRODUCTS = (*WARP_PRODUCTS, *GROUP_PRODUCTS, "UTCHMMA")
+PRODUCTS = (*WARP_PRODUCTS, *GROUP_PRODUCTS)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _next(code: Sequence[Instruction]) -> list[list[int]]:
 
 
 def _reached(start: int, edges: Sequence[Sequence[int]], closed: int) -> set[int]:
-    """What a walk from start meets that does not go through closed."""
+    """What a walk from start reaches without closed."""
     seen = {start} - {closed}
     todo = list(seen)
     while todo:

@@ -555,5 +555,4 @@ TIME_LIMIT_S = {name: {"cpu": cpu, "cuda": gpu} for name, (_, cpu, gpu) in BENCH
 
 
 def run(bench: Bench) -> None:
-    for case in BENCHES[bench.name][0](bench):
-        bench.run([case])
+    bench.run(BENCHES[bench.name][0](bench))

@@ -67,7 +67,9 @@ def steps_table(rows: Sequence[Run]) -> Table:
             reached = sum(of_seed[seed] <= goal[seed] for seed in common)
             is_muon = some not in adamw
             what = f"{'Muon' if is_muon else 'AdamW'}, lr {config.optim.lr:g}"
-            cells = [_task(config), f"**{what}**" if some is best else what]
+            shape, rows_of_step = config.model_config(vocab_size=1), config.text.batch_size
+            cells = [f"{shape.n_layer} x {shape.n_embd}, {rows_of_step} x {shape.block_size}"]
+            cells += [f"**{what}**" if some is best else what]
             cells += [f"{config.run.max_steps}", f"{config.run.max_steps / steps:.2f}x"]
             cells += [*_bits(some), f"{reached} of {len(common)}" if is_muon else ""]
             lines.append(Line([*cells, f"{_mean(some, 'cpu_s') / seconds:.2f}x"], some))
@@ -77,11 +79,6 @@ def steps_table(rows: Sequence[Run]) -> Table:
 
 def _config(row: Run) -> TrainConfig:
     return TrainConfig().replace(row["settings"])
-
-
-def _task(config: TrainConfig) -> str:
-    shape = config.model_config(vocab_size=1)
-    return f"{shape.n_layer} x {shape.n_embd}, {config.text.batch_size} x {shape.block_size}"
 
 
 def muon_table(rows: Sequence[Run]) -> Table:

@@ -11,7 +11,6 @@ learning.py, published or one bench (attention, ...), and cpu or cuda. Where sev
 machine hold a key, the newest row counts.
 """
 
-import argparse
 import contextlib
 import re
 import sys
@@ -108,18 +107,26 @@ def main(argv: list[str] | None = None) -> int:
     only.add_argument("--check", action="store_true", help="change nothing; 1 if out of date")
     only.add_argument("--results", type=Path, metavar="DIR", help="rows that you have measured")
     only.add_argument("--picture", action="store_true", help="draw bench/results/steps.png")
-    args = parser.parse_args(argv)
+    args, stale = parser.parse_args(argv), 0
     try:
         if args.picture:
             print(f"{picture.draw().name}: drawn")
-        elif args.results is not None:
+            return 0
+        if args.results is not None:
             write_own(args.results)
-        else:
-            return _tables(args)
-        return 0
+            return 0
+        for path in args.files:
+            old = path.read_text()
+            new = update(old)
+            if new != old:
+                stale += 1
+                print(f"{path.name}: {'out of date' if args.check else 'tables rewritten'}")
+                if not args.check:
+                    path.write_text(new)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
+    return int(args.check and stale > 0)
 
 
 def write_own(folder: Path) -> None:
@@ -136,20 +143,6 @@ def write_own(folder: Path) -> None:
         )
     (folder / "report.md").write_text("\n".join(["# Measured with python -m bench\n", *parts]))
     print("report.md: written")
-
-
-def _tables(args: argparse.Namespace) -> int:
-    """Rewrites every table of these files, or checks whether that would change one."""
-    stale = 0
-    for path in args.files:
-        old = path.read_text()
-        new = update(old)
-        if new != old:
-            stale += 1
-            print(f"{path.name}: {'out of date' if args.check else 'tables rewritten'}")
-            if not args.check:
-                path.write_text(new)
-    return int(args.check and stale > 0)
 
 
 if __name__ == "__main__":

@@ -31,11 +31,11 @@ SMALL = 10_007  # elements of a rank's part in the gate
 
 def call_of(op: str, by: Collectives | None, whole: Tensor, part: Tensor) -> Call:
     """The collective on these tensors; by None: torch.distributed's."""
-    new = hasattr(dist, "reduce_scatter_single")  # torch >= 2.13
-    names = ("reduce_scatter_single", "all_gather_single")
-    names = names if new else ("reduce_scatter_tensor", "all_gather_into_tensor")
+    names = ("reduce_scatter_tensor", "all_gather_into_tensor")
     if by is not None:
         names = ("reduce_scatter", "all_gather")
+    elif hasattr(dist, "reduce_scatter_single"):  # torch >= 2.13
+        names = ("reduce_scatter_single", "all_gather_single")
     reduce, scatter, gather = (getattr(by or dist, name) for name in ("all_reduce", *names))
     return {
         "all_reduce": lambda: reduce(whole),
@@ -97,14 +97,12 @@ def measure(op: str, numel: int, rounds: int, timeout_s: float) -> dict[str, Any
     """On every rank: variant -> ms of each round, or why it was refused."""
     transports: dict[str, Collectives] = {}
     refused: dict[str, str] = {}
-    for variant, transport in (("gloo all-to-all", "torch"), ("fastpar", "shm")):
+    for transport, names in (("torch", VARIANTS[1:2]), ("shm", VARIANTS[2:])):
         made, why = attempt(lambda t=transport: make_collectives(transport=t, timeout_s=timeout_s))
-        names = ("fastpar", "fastpar copied") if variant == "fastpar" else (variant,)
-        for name in names:
-            if why is None:
-                transports[name] = made
-            else:
-                refused[name] = why
+        if why is None:
+            transports |= dict.fromkeys(names, made)
+        else:
+            refused |= dict.fromkeys(names, why)
     subjects: dict[str, Subject] = {}
     world_size = dist.get_world_size()
     for variant in VARIANTS:

@@ -12,6 +12,7 @@ when the process that started it ends, however that came about; a rank ends with
 Nothing outside of the two namespaces is touched.
 """
 
+import contextlib
 import itertools
 import pkgutil
 import shutil
@@ -35,7 +36,7 @@ class NoLinkError(RuntimeError):
     """This machine does not let us make a link; the text says why, in one line."""
 
 
-class Link:
+class Link(contextlib.AbstractContextManager["Link"]):
     """A veth pair between two namespaces, each end sending at most `mbit` Mbit/s; of more ranks,
     each has such a pair to a bridge. Made as root, or in a user namespace where that is allowed.
 
@@ -134,15 +135,12 @@ class Link:
         }
 
     def close(self) -> None:
-        """Let go of both namespaces; they vanish with the last process in them."""
+        """End the holders: a namespace vanishes with the last process in it."""
         for holder in self._holders:
             holder.stdin.close()
             holder.stdout.close()
             holder.wait()
         self._holders.clear()
-
-    def __enter__(self) -> "Link":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

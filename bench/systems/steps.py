@@ -265,7 +265,7 @@ class Log:
         self.cpu_ms += [max(turn) for turn in zip(*(a.get("cpu_ms", ()) for a in answers))]
 
 
-class Turns:
+class Turns(contextlib.AbstractContextManager["Turns"]):
     """Contenders that live side by side and take turns; a failure stops only its own.
     begin(trial) -> its processes, whose ask(command, ...) has the answers of all ranks."""
 
@@ -276,9 +276,6 @@ class Turns:
         self.trials: dict[str, Any] = {}
         self.logs: dict[str, Log] = {}
         self.ranks: dict[str, Any] = {}
-
-    def __enter__(self) -> "Turns":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -107,7 +107,7 @@ def test_rules_and_exemptions_of_cuda_kernels(monkeypatch, capsys):
     narrow = cuda_row("LDG.E", "STG.E.128")
     exempt = {"op_*": {"16-byte loads": "reads one number"}, "other": {"spills": "never"}}
     assert cuda_check.judge([narrow], exempt) == [
-        "exemption: nothing breaks 'spills' under 'other'; delete it"
+        "cuda: exemption: nothing breaks 'spills' under 'other'; delete it"
     ]
     monkeypatch.setenv("FASTPAR_CUDA", "0")
     assert cuda_check.main([]) == 0
