@@ -301,9 +301,9 @@ def sum_shards(
 ) -> None:  # fmt: skip
     """Sums the shards of all ranks as a tree: the reduce half of an all-to-all reduce-scatter.
 
-    out = ((received[0] + received[1]) + (received[2] + received[3]) + ...) * scale, summed in fp32
-    and rounded once, so that the result does not depend on which rank computes it; neighbours are
-    added first, the largest power of two below W on the left (csrc/sum_tree.h, [Note: the tree]).
+    The sum is in fp32 and rounded once, so that the result does not depend on which rank computes
+    it; neighbours are added first, the largest power of two below W on the left (csrc/sum_tree.h,
+    [Note: the tree]).
 
     Args:
         received: [W, S] with contiguous rows, or W tensors [S] of one dtype; fp32 | bf16 | fp16.

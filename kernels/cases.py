@@ -1001,31 +1001,22 @@ def weight_gradients(rows: int, size: int, device: str, *, more: bool = False) -
     """The weight gradient of a linear layer, kept in fp32, compared with one rounded to 16 bits
     first; then that of two micro-batches, the second added to the first."""
 
-    def product(dy: Tensor, x: Tensor) -> Tensor:
-        return dy.t() @ x
-
-    def halves(dy: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        return zip(dy.chunk(2), x.chunk(2))
-
     def added(dy: Tensor, x: Tensor) -> Tensor:
-        first, (dy2, x2) = halves(dy, x)
+        first, (dy2, x2) = zip(dy.chunk(2), x.chunk(2))
         return wide_product(dy2.t(), x2, weight_gradient(*first), add=True)
 
-    def rounded(dy: Tensor, x: Tensor) -> Tensor:
-        return product(dy, x).float()
-
-    def sum_of_rounded(dy: Tensor, x: Tensor) -> Tensor:
-        first, second = (rounded(*part) for part in halves(dy, x))
-        return first + second
+    def rounded(dy: Tensor, x: Tensor, parts: int) -> Tensor:
+        products = [(a.t() @ b).float() for a, b in zip(dy.chunk(parts), x.chunk(parts))]
+        return functools.reduce(torch.add, products)
 
     def inputs(draw: Draw, out: int) -> Inputs:
         return {"dy": draw(rows, out), "x": draw(rows, size)}
 
     how: dict[str, Any] = {"inner": FP32, "differentiable": False}
-    ways = (weight_gradient, rounded, ""), (added, sum_of_rounded, " added")
-    for own, eager, name in ways:
+    for parts, own, name in ((1, weight_gradient, ""), (2, added, " added")):
+        eager = functools.partial(rounded, parts=parts)
         for out in (3 * size, 8):
-            calls, shape = (own, product, eager), f"N={rows} {size}->{out}{name}"
+            calls, shape = (own, lambda dy, x: dy.t() @ x, eager), f"N={rows} {size}->{out}{name}"
             make = functools.partial(inputs, out=out)
             yield OpCase("weight_gradient", shape, make, *calls, ("dweight",), HALF, **how)
 

@@ -86,11 +86,9 @@ def _sum_by_position(dx: Tensor, T: int, positions: int, first_position: int) ->
 def _masked(
     x: Tensor, key: Tensor | None, site: int, threshold: int, out: Tensor | None = None
 ) -> Tensor:
-    return (
-        x
-        if key is None
-        else philox.dropout_block(x, key, site, threshold, philox.mask_shape(x.shape), out)
-    )
+    if key is None:
+        return x
+    return philox.dropout_block(x, key, site, threshold, philox.mask_shape(x.shape), out)
 
 
 def embedding_bwd(

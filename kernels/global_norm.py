@@ -116,15 +116,15 @@ def _norm_from_bins(
     bins: Tensor, max_norm: float, eps: float, loss_scale: float, loss_scale_at: Tensor | None
 ) -> Tensor:
     clip = (max_norm, eps, loss_scale)
-    if use_cuda("norm_from_bins", bins):
-        result = torch.empty(3, dtype=torch.float32, device=bins.device)
+    cuda = use_cuda("norm_from_bins", bins)
+    if not cuda and (bins.device.type != "cpu" or backend.choice == "torch"):
+        return _composed_result(bins, *clip, loss_scale_at)
+    result = torch.empty(3, dtype=torch.float32, device=bins.device)
+    if cuda:
         with torch.cuda.device_of(bins):
             _finish(bins, 1, clip, loss_scale_at, None, result)
-        return result
-    if bins.device.type != "cpu" or backend.choice == "torch":
-        return _composed_result(bins, *clip, loss_scale_at)
-    result = torch.empty(3, dtype=torch.float32, device="cpu")
-    _C.norm_from_bins(bins, *clip, loss_scale_at, result)
+    else:
+        _C.norm_from_bins(bins, *clip, loss_scale_at, result)
     return result
 
 

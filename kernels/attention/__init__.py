@@ -484,15 +484,12 @@ def _check_tensor(name: str, x: Tensor, shape: str) -> None:
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     """Refuses q, k and v that do not match, naming the dimension and both sizes."""
     shape = "[total, H, D]" if packed else "[B, T, H, D]"
-    _check_tensor("q", q, shape)
-    _check_tensor("k", k, shape)
-    _check_tensor("v", v, shape)
-    device, dtype = q.device, q.dtype
-    for name, x in (("k", k), ("v", v)):
-        if x.device != device or x.dtype != dtype:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, x, shape)
+        if x.device != q.device or x.dtype != q.dtype:
             raise ValueError(
-                f"attention: expected q, k and v of one device and dtype, got q={device} "
-                f"{dtype}, {name}={x.device} {x.dtype}; convert them first"
+                f"attention: expected q, k and v of one device and dtype, got q={q.device} "
+                f"{q.dtype}, {name}={x.device} {x.dtype}; convert them first"
             )
     if k.shape != v.shape:
         raise ValueError(

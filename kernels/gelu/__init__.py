@@ -99,10 +99,8 @@ def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tup
 
 
 def _bwd_fake(dy, x, bias, tanh):
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if bias is None:
-        return dx, x.new_empty(0, dtype=torch.float32)
-    return dx, torch.empty_like(bias, memory_format=torch.contiguous_format)
+    like = x.new_empty(0, dtype=torch.float32) if bias is None else bias
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, like))
 
 
 _bias_gelu = define_op(

@@ -263,18 +263,16 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*output[1:])
 
 
-def _times_incoming(ctx, dloss: Tensor) -> Tensor:
+def _backward(ctx, dloss, *_):
     dlogits, factor = ctx.saved_tensors
     by = dloss * factor
     # The gradient is this node's own memory: it is scaled in place unless it is needed again.
     keep = torch._C._autograd._get_current_graph_task_keep_graph
     if not (is_plain(dlogits) and is_plain(by)) or keep():
-        return _cross_entropy_bwd(dlogits, by)
-    return multiply_rows(dlogits, by, dlogits)
-
-
-def _backward(ctx, dloss, *_):
-    return _times_incoming(ctx, dloss), *[None] * (len(ctx.needs_input_grad) - 1)
+        dlogits = _cross_entropy_bwd(dlogits, by)
+    else:
+        multiply_rows(dlogits, by, dlogits)
+    return dlogits, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 def _attach_setup_context(ctx, inputs, output):
