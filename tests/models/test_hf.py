@@ -170,9 +170,8 @@ def edit_weights(folder, **changes):
 
 def assert_same_weights(model, other):
     assert model.config == other.config
-    expected = dict(other.named_parameters())
-    for name, p in model.named_parameters():
-        assert torch.equal(p, expected[name]), name
+    weights = (dict(each.named_parameters()) for each in (model, other))
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 def test_round_trip_without_transformers(model, folder):
