@@ -28,7 +28,7 @@ def report(monkeypatch, *, gpu=True, triton=True, cuda=True, choice="auto"):
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: gpu)
         patch.setattr(torch.cuda, "get_device_name", lambda: "H200")
-        patch.setattr(backend, "_has_triton", triton)
+        patch.setattr(backend, "has_triton", triton)
         patch.setattr(backend, "cuda_kernels", _C if cuda else None)
         patch.setattr(backend, "choice", choice)
         text = backend.describe()
