@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from foreign_models import BOTH, MODELS, gpt2, ids_for, logits_of, nano, pair, stock_bench_model
 from nanogpt_cells import NanoGPT
 from programs import STAGES, Case, check
+from test_modules import cast
 
 import fastpar
 from fastpar.foreign import fused
@@ -27,14 +28,6 @@ def functional(model, idx, call=logits_of):
     def run(*parameters):
         given = dict(zip(names, parameters))
         return call(lambda *a, **k: torch.func.functional_call(model, given, a, k), idx)
-
-    return run
-
-
-def cast(f):
-    def run(*inputs):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return f(*inputs)
 
     return run
 
