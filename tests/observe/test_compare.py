@@ -416,19 +416,14 @@ def test_two_strategies_on_two_ranks(arguments, tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_ranks_are_quiet_and_one_that_fails_says_why(text, capfd):
-    def planned(strategy):
-        settings, _, data = spec_of(text, batch_size=2, epoch_steps=2, untimed_steps=1)
-        return settings, Run(strategy, 1, 2, 1, 1, 1), data
-
-    heard, two = [], planned("zero1")
-    compare.measure(*two, lambda *said: heard.append(said[0]))
+def test_ranks_are_quiet(text, capfd):
+    """tests/comm/test_ranks.py has one that fails."""
+    settings, _, data = spec_of(text, batch_size=2, epoch_steps=2, untimed_steps=1)
+    heard, two = [], Run("zero1", 1, 2, 1, 1, 1)
+    compare.measure(settings, two, data, lambda *said: heard.append(said[0]))
     assert heard == [1, 2]
-    assert two[1].seconds > 0
+    assert two.seconds > 0
     assert capfd.readouterr() == ("", "")
-    with pytest.raises(RankFailed) as caught:
-        compare.measure(*planned("hsdp"), lambda *said: None)
-    assert caught.value.reason.startswith("ValueError: build: expected 4, 6, 8, ... ranks")
 
 
 NO_ROOM = RankFailed(1, "RuntimeError: no room")
