@@ -341,7 +341,7 @@ def test_what_is_not_known_and_what_fails_fail_no_run(rates, capsys, monkeypatch
 
 
 def test_the_fullest_and_the_slowest_rank_count(rates):
-    setup = Setup(2, dtype="fp32", device_type="cpu", transport="shm", batch_size=2, block_size=32)
+    setup = Setup(2, device_type="cuda", transport="nccl", dtype="bf16", batch_size=2)
 
     def of_rank():
         mesh, rows = Mesh(device="cpu"), []
@@ -351,9 +351,10 @@ def test_the_fullest_and_the_slowest_rank_count(rates):
         watch.times_ms.extend([1.0, 10.0 * (mesh.rank + 1), 100.0])
         folder = SimpleNamespace(notes=()) if mesh.is_main else None
         journal = SimpleNamespace(folder=folder, keep=lambda prediction: rows.append(prediction))
-        watch.report(journal, PREDICTED, setup, {"device": "CPU", "threads": 1})
+        watch.report(journal, PREDICTED, setup, {"device": "Voodoo 2", "threads": 1})
         return rows
 
     (row,), nothing = run_ranks(of_rank, 2)
     assert nothing == []
     assert (row["measured_bytes"], row["measured_ms"]) == (2000, 20.0)
+    assert row["rates"].startswith("data sheet of h100; Voodoo 2 is not in the table; ")
