@@ -9,7 +9,7 @@ A second Ctrl-C kills the ranks, but not within REPEAT_S, because a batch system
 and ranks at the same time, which must not interrupt the save.
 When a rank dies, its peers fail in their next collective (gloo) or wait forever (NCCL on one
 machine); after GRACE_S they are killed. Otherwise a run would hang until the timeout of its process
-group (test_killed_rank_stops_the_others).
+group (test_a_host_that_fails_in_its_step).
 The watchdogs of the other ranks find a hanging rank (comm/watchdog.py). When the launcher dies, the
 kernel kills its ranks (files/packages.py). A signal that was ignored at the start (SIGHUP under
 nohup) stays ignored in launcher and ranks.
