@@ -198,8 +198,8 @@ class Offload:
         summed_late: whether a parameter's gradient changes after its reduction.
         offload: Offload.what is "optimizer", or "parameters" to keep shards of the weights on the
             host too; keep_mb: the first buckets, up to so many MiB of state, stay on the device.
-        poison: fill gradients on the host with nan before they arrive and after use, and weights
-            on the device until the new ones arrive.
+        poison: gradients on the host are nan until they arrive, as are weights on the device. A
+            second step without a backward takes the same gradients again, as in plain PyTorch.
     Attributes:
         grads: [S] gradients of each bucket on the host.
     Raises:
@@ -243,8 +243,6 @@ class Offload:
                 bucket.shard = bucket.stepped
             if bucket.stage.frees_gradients:
                 bucket.grad_shard = None
-            if poison:
-                self.grads[bucket].fill_(float("nan"))
             bucket.storage = self
         self._summed_late = {b for b in order if any(map(summed_late, b.params))}
         self._places = {p: (b, i) for b in order for i, p in enumerate(b.params)}
@@ -281,6 +279,8 @@ class Offload:
             self._bins[bucket] = self._bins_of(bucket, range(len(bucket.params)))
         if not bucket.stage.frees_gradients:  # the next backward writes there
             source = source.clone()
+        if self._poison:
+            grads.fill_(float("nan"))
         handle = self._down[bucket] = self._bus.down(grads, source)
         if bucket.stage.shards:
             bucket.keep_on_host(grads)
@@ -415,8 +415,6 @@ class Offload:
             with torch.inference_mode(False), torch.no_grad():
                 for call in calls:
                     call()
-                for row in rows if self._poison else ():
-                    row.grad.fill_(float("nan"))
             self._busy_s += time.perf_counter() - begin
             self._touched += touched
             if bucket.shard is not bucket.stepped:
