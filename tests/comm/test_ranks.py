@@ -143,12 +143,12 @@ NO_ROOM = "ValueError: no room in <path>"
 def test_the_rank_that_failed_is_named_and_nobody_is_left(
     ways, rank, reason, fork, monkeypatch, capfd
 ):
-    monkeypatch.setattr(ranks, "GRACE_S", 0.5)
+    monkeypatch.setattr(ranks, "GRACE_S", 0.5 if "waits" in ways else 20.0)
     pool = ranks.Ranks(len(ways), quiet=True, fork=fork)
     processes, began = [one.process for one in pool._ranks], time.monotonic()
     with pytest.raises(ranks.RankFailed, match=f"^rank {rank}: ") as caught:
         pool.call(meet, ways)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60, "a rank that waits was waited for"
     assert (caught.value.rank, caught.value.reason) == (rank, reason)
     assert all(process.wait(0) is not None for process in processes)
     assert capfd.readouterr() == ("", "")
