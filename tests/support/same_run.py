@@ -157,7 +157,7 @@ class Layout:
     @property
     def local(self) -> bool:
         """Whether a rank adds up its micro-batches before anything is sent."""
-        return not self.accum.startswith("shard") or self.pp > 1
+        return not self.accum.startswith("shard") or (self.pp > 1 and self.stage < 2)
 
     @property
     def splits_data_only(self) -> bool:
