@@ -24,7 +24,6 @@ choice); this file creates them and converts them from and to fp32 for state dic
 
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -440,24 +439,21 @@ def _run(
 
 
 _accepted: set[tuple] = set()  # kinds of rows that check_one has accepted
-_device, _shape = operator.attrgetter("device"), operator.attrgetter("shape")
 
 
 def _have_one_form(columns: list[list[Any]]) -> bool:
     """Whether only dtypes could make check_one refuse a row of these lists, which have one kind."""
     params, grads = columns[:2]
-    shapes, device = [*map(_shape, params)], params[0].device
+    shapes, device = [p.shape for p in params], params[0].device
     forms = dict.fromkeys(range(6), shapes)
     if columns[6][0] is not None:
         forms[6] = forms[7] = [(-(-p.numel() // MOMENT_BLOCK),) for p in params]
     for i, column in enumerate(columns):
         if column[0] is None:
             continue
-        if [*map(_device, column)].count(device) < len(column):
+        if not all(t.device == device for t in column) or [t.shape for t in column] != forms[i]:
             return False
-        if [*map(_shape, column)] != forms[i]:
-            return False
-        if column is not grads and not all(map(Tensor.is_contiguous, column)):
+        if column is not grads and not all(t.is_contiguous() for t in column):
             return False
     return True
 
@@ -575,7 +571,7 @@ def adamw_step_(
         first_indices = [*itertools.accumulate(sizes, initial=0)]
     dtypes = ([None if t is None else t.dtype for t in column] for column in columns)
     groups: dict[tuple, list[int]] = {}
-    for i, kind in enumerate(zip(map(_device, params), *dtypes)):
+    for i, kind in enumerate(zip([p.device for p in params], *dtypes)):
         groups.setdefault(kind, []).append(i)
     calls = []
     for kind, rows in groups.items():

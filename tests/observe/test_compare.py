@@ -343,7 +343,6 @@ def test_a_rank_trains_the_trainers_samples_with_the_trainers_schedule(text):
     parameters = 4 * sum(p.numel() for p in model.parameters())
     # Weights, gradients and two moments, and what forward keeps.
     assert 4 * parameters < found.step_bytes[0] < 12 * parameters
-    assert found.rss_bytes[0] > 0
     # Other orders of its sums differ by rounding alone; half of the samples do not.
     other = train(spec_of(text, 1, 4, run={"exact_norm": True}))
     assert other.losses == pytest.approx(found.losses, rel=1e-4)
@@ -406,6 +405,7 @@ def test_two_strategies_on_two_ranks(arguments, tmp_path, capfd):
     for run in runs:
         assert len(run.step_s) == len(run.losses) == len(run.grad_norms) == 2
         assert len(run.step_bytes) == len(run.rss_bytes) == 2
+        assert min(run.rss_bytes) > 0  # in processes of its own
         assert run.wire_bytes > 4 * 4096
         assert run.exposed_ms >= 0
     assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-6)

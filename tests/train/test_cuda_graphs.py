@@ -384,8 +384,6 @@ def after_two_steps(monkeypatch, dtype=torch.float32, scale=None, **options):
 )
 def test_a_whole_step_can_be_captured(monkeypatch, dtype, scale, options):
     optimizer, third = after_two_steps(monkeypatch, dtype, scale, **options)
-    # Past the dispatcher, which would tell the op that it is on a CPU.
-    monkeypatch.setattr(adamw._adamw_step, "mutates", False)
     launched = third()
     assert launched.count("_attention_fwd_kernel") == 4  # of two layers and micro-batches
     assert launched[-1] == "adamw_step_cuda"
@@ -415,6 +413,8 @@ def test_what_a_step_reads_on_the_host_is_found(monkeypatch, owner, place):
 
     if owner is not None:
         monkeypatch.setattr(owner, place, reads)
+    else:  # through the dispatcher, which says that the tensors are on a CPU
+        monkeypatch.setattr(adamw._adamw_step, "takes_lists", False)
     where = "adamw" if owner is None else "test_cuda_graphs"
     with pytest.raises(RuntimeError, match=rf"reads a value: \w*(item|dense) at .*{where}.py"):
         third()
