@@ -238,8 +238,8 @@ class ResultFile:
         for row in rows:
             row.commit, row.dirty, row.date = (self.about[k] for k in ("commit", "dirty", "date"))
             self.rows[row.key] = row
-        rows = [row.to_json() for row in self.rows.values()]
-        write_rows(self.path, {"machine": self.about}, rows)
+        stored = [row.to_json() for row in self.rows.values()]
+        write_rows(self.path, {"machine": self.about}, stored)
 
 
 def write_rows(path: Path, head: dict[str, Any], rows: Iterable[dict[str, Any]]) -> None:

@@ -579,7 +579,8 @@ def adamw_step_(
         # Of ordinary tensors all lists at once, in a microsecond each; the rest one by one.
         if (kind, stochastic) not in _accepted or not _have_one_form(chosen):
             for i, row in zip(rows, zip(*chosen)):
-                check_one(i, *row[:6], row[6:], stochastic)
+                p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, master, *scales = row
+                check_one(i, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, master, scales, stochastic)
             _accepted.add((kind, stochastic))
         whole = MOMENT_BLOCK if chosen[2][0].dtype == torch.uint8 else 1
         ranges: list[int] = []
