@@ -243,6 +243,8 @@ class Offload:
                 bucket.shard = bucket.stepped
             if bucket.stage.frees_gradients:
                 bucket.grad_shard = None
+            if poison:
+                self.grads[bucket].fill_(float("nan"))
             bucket.storage = self
         self._summed_late = {b for b in order if any(map(summed_late, b.params))}
         self._places = {p: (b, i) for b in order for i, p in enumerate(b.params)}
