@@ -4,9 +4,9 @@ A case is one op at one shape. `fastpar doctor` proves with cases (fastpar/docto
 judge with them (tests/ops/test_cases.py), benches time them (bench/ops), and so do the checks on a
 GPU (bench/gpu_checks.py). Nothing else imports this file.
 
-To add an op, write a maker: a function of (rows, size, device, more) that yields cases, a plain one
-first, then hostile ones; with more=True also those that only tests and the ledger of errors need.
-`size` is the last dimension, 0 if it is irrelevant. `@makes("my_op")` adds the maker to the table.
+To add an op, write a maker: a function of (rows, size, device) that yields cases, a plain one
+first, then hostile ones; `size` is the last dimension, 0 if it is irrelevant. `@makes("my_op")`
+adds the maker to the table. tests/support/more_cases.py adds cases that only tests need.
 
 An error is measured against fp64 and judged by Errors.bound, the 2x rule: twice the error of plain
 PyTorch in the same dtype on the same machine. Tests also judge it by arithmetic alone, from
@@ -216,7 +216,7 @@ class OpCase:
         return {names[result]: value for result, value in found.items()}
 
 
-Maker = Callable[..., Iterator[OpCase]]  # (rows, size, device, *, more=False)
+Maker = Callable[..., Iterator[OpCase]]  # (rows, size, device)
 MAKERS: dict[str, Maker] = {}  # op -> maker
 UNPROVEN: set[str] = set()  # ops that run without a proof: their kernels are torch's
 
@@ -232,11 +232,9 @@ def makes(*ops: str, proven: bool = True) -> Callable[[Maker], Maker]:
     return put
 
 
-def cases_of(
-    op: str, rows: int, size: int, device: str = "cpu", *, more: bool = False, **how: Any
-) -> list[OpCase]:
+def cases_of(op: str, rows: int, size: int, device: str = "cpu", **how: Any) -> list[OpCase]:
     """Cases of an op in MAKERS, a plain one with `rows` rows first."""
-    found = MAKERS[op](rows, size, device, more=more, **how)
+    found = MAKERS[op](rows, size, device, **how)
     return [case for case in found if case.op == op.removesuffix("_masked")]
 
 
@@ -344,7 +342,7 @@ def residual_norm(
 
 
 @makes("layer_norm", "rms_norm", "residual_layer_norm", "residual_rms_norm")
-def norms(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+def norms(rows: int, size: int, device: str) -> Iterator[OpCase]:
     """Plain and hostile rows, alone and after a residual add."""
     for rms in (False, True):
         yield norm(rows, size, rms=rms)
@@ -356,17 +354,6 @@ def norms(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[
         yield residual_norm(min(rows, 63), 127, 0.0, device, rms=rms)
         # The oracle draws its mask in Python, one Philox call after another.
         yield residual_norm(min(rows, 96), size, P, device, rms=rms)
-        if not more:
-            continue
-        few = min(rows, 7)
-        for N, C, how in ((few, 1, ""), (0, size, ""), (few, 63, "fp32 weights")):
-            yield norm(N, C, how, rms=rms)
-        yield residual_norm(few, 63, 0.5, device, rms=rms, x_bias=False)
-        yield residual_norm(few, 64, P, device, rms=rms, how="fp32 stream")
-    if more:
-        yield norm(few, size, bias=False)
-        yield norm(few, size, "equal")
-        yield norm(few, 768, "mean 1e4")
 
 
 # GELU
@@ -394,40 +381,34 @@ def gelu(N: int, width: int, form: str = "tanh", scale: float = 1.0, *, bias: bo
 
 
 @makes("bias_gelu")
-def gelus(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+def gelus(rows: int, size: int, device: str) -> Iterator[OpCase]:
     """Both forms of GELU with a bias."""
     for form in ("tanh", "erf"):
         yield gelu(rows, size, form)
         yield gelu(63, 127, form, 30.0)
-        if more:
-            yield gelu(min(rows, 7), 1000, form, bias=False)
-            yield gelu(1, 1, form)
-            yield gelu(0, size, form)
-            yield gelu(min(rows, 33), 65, form, how="fp32 bias")
-            yield gelu(min(rows, 300), 17, form, 3.0)
+
+
+def mlp(N: int, C: int, *, last_bias: bool = True) -> OpCase:
+    """gelu(x @ weight1.T + bias1) @ weight2.T + bias2."""
+
+    def make(draw: Draw) -> Inputs:
+        weights = {"weight1": draw(4 * C, C) * C**-0.5, "bias1": draw(4 * C)}
+        weights["weight2"] = draw(C, 4 * C) * (4 * C) ** -0.5
+        return {"x": draw(N, C), **weights} | ({"bias2": draw(C)} if last_bias else {})
+
+    def eager(x, weight1, bias1, weight2, bias2=None):
+        x = F.gelu(F.linear(x, weight1, bias1), approximate="tanh")
+        return F.linear(x, weight2, bias2)
+
+    product = 16.0 * N * C * C
+    name = f"N={N} C={C}" + ("" if last_bias else " no last bias")
+    return _case(kernels.gelu_mlp, name, make, eager, flops=(product, 2 * product))
 
 
 @makes("gelu_mlp", proven=False)
-def mlps(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
-    """gelu(x @ weight1.T + bias1) @ weight2.T + bias2."""
-
-    def one(last: bool) -> OpCase:
-        def make(draw: Draw) -> Inputs:
-            weights = {"weight1": draw(4 * size, size) * size**-0.5, "bias1": draw(4 * size)}
-            weights["weight2"] = draw(size, 4 * size) * (4 * size) ** -0.5
-            return {"x": draw(rows, size), **weights} | ({"bias2": draw(size)} if last else {})
-
-        def eager(x, weight1, bias1, weight2, bias2=None):
-            x = F.gelu(F.linear(x, weight1, bias1), approximate="tanh")
-            return F.linear(x, weight2, bias2)
-
-        product = 16.0 * rows * size * size
-        name = f"N={rows} C={size}" + ("" if last else " no last bias")
-        return _case(kernels.gelu_mlp, name, make, eager, flops=(product, 2 * product))
-
-    yield one(True)
-    if more:
-        yield one(False)
+def mlps(rows: int, size: int, device: str) -> Iterator[OpCase]:
+    """Both layers of an MLP."""
+    yield mlp(rows, size)
 
 
 # Losses
@@ -438,12 +419,6 @@ _LOSSES: dict[str, dict[str, Any]] = {
     "z-loss 0.01": {"z_loss": 0.01},
     "no reduction": {"reduction": "none"},
     "all ignored": {"reduction": "sum"},
-}
-_MORE_LOSSES: dict[str, dict[str, Any]] = {
-    "sum": {"reduction": "sum"},
-    "both": {"label_smoothing": 1.0, "z_loss": 0.1},
-    "both, each": {"label_smoothing": 0.2, "z_loss": 1e-3, "reduction": "none"},
-    "another index": {"ignore_index": 3},
 }
 
 
@@ -474,8 +449,8 @@ def _targets_of(logits: Tensor, how: str) -> Tensor:
     return torch.full_like(targets, -100) if how == "all ignored" else targets
 
 
-def loss_of_logits(N: int, V: int, pad: int = 0, how: str = "") -> OpCase:
-    """cross_entropy; how: a key of the losses' settings, "logits 1e4", "-inf logits", or
+def loss_of_logits(N: int, V: int, pad: int = 0, how: str = "", **settings: Any) -> OpCase:
+    """cross_entropy with these settings; how: their name, "logits 1e4", "-inf logits", or
     "every row" for no ignored targets."""
 
     def make(draw: Draw) -> Inputs:
@@ -484,8 +459,6 @@ def loss_of_logits(N: int, V: int, pad: int = 0, how: str = "") -> OpCase:
             third = torch.arange(V + pad, device=logits.device) % 3 == 0
             logits = logits.masked_fill(third, -torch.inf)
         return {"logits": logits, "targets": _targets_of(logits[:, :V], how)}
-
-    settings = (_LOSSES | _MORE_LOSSES).get(how, {})
 
     def eager(logits: Tensor, targets: Tensor) -> Tensor:
         return _stock_loss(logits[:, :V], targets, **settings)
@@ -499,8 +472,9 @@ def loss_of_logits(N: int, V: int, pad: int = 0, how: str = "") -> OpCase:
 
 
 def loss_of_products(
-    N: int, C: int, V: int, pad: int = 0, how: str = "", chunk_rows: int | None = None
-) -> OpCase:
+    N: int, C: int, V: int, pad: int = 0, how: str = "", chunk_rows: int | None = None,
+    **settings: Any,
+) -> OpCase:  # fmt: skip
     """linear_cross_entropy; how: as loss_of_logits, or "large logits"."""
 
     def make(draw: Draw) -> Inputs:
@@ -510,8 +484,6 @@ def loss_of_products(
         if how != "every row":
             logits = (x.float() @ weight[:V].float().T).to(x.dtype)
         return {"x": x, "weight": weight, "targets": _targets_of(logits, how)}
-
-    settings = (_LOSSES | _MORE_LOSSES).get(how, {})
 
     def eager(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
         return _stock_loss(F.linear(x, w[:V]), targets, **settings)
@@ -529,9 +501,8 @@ def loss_of_products(
 
 @makes("cross_entropy", "linear_cross_entropy")
 def losses(
-    rows: int, size: int, device: str, *, more: bool = False, C: int = 64,
-    chunk_rows: int | None = None,
-) -> Iterator[OpCase]:  # fmt: skip
+    rows: int, size: int, device: str, *, C: int = 64, chunk_rows: int | None = None
+) -> Iterator[OpCase]:
     """Losses over a vocabulary of `size` with its padding; chunk_rows: of linear_cross_entropy."""
     pad = size // 64
     V = size - pad
@@ -539,63 +510,51 @@ def losses(
     yield loss_of_products(rows, C, V, pad, chunk_rows=chunk_rows)
     N, V = min(rows, 63), min(V, 1000)
     for how in ("logits 1e4", "-inf logits", *_LOSSES):
-        yield loss_of_logits(N, V, 7, how)
+        yield loss_of_logits(N, V, 7, how, **_LOSSES.get(how, {}))
     for how in ("large logits", *_LOSSES):
-        yield loss_of_products(N, C, V, 24, how, chunk_rows)
-    if more:
-        N = min(rows, 23)
-        for how in _MORE_LOSSES:
-            yield loss_of_logits(N, 127, 1, how)
-            yield loss_of_products(N, 17, 127, 1, how, max(1, N // 3))
-        for N, V in ((2, 1), (1, 63)):
-            yield loss_of_logits(N, V)
-            yield loss_of_products(N, 8, V)
-        yield loss_of_logits(0, 20, 0, "sum")
+        yield loss_of_products(N, C, V, 24, how, chunk_rows, **_LOSSES.get(how, {}))
+
+
+def shard_of_loss(N: int, V: int, first: int, z_loss: float, each: bool) -> Iterator[OpCase]:
+    """Classes first to first + V of a loss, of which V // 10 are padding; each: a scale a row."""
+    options: dict[str, Any] = {"first": first, "vocab_size": first + V - V // 10}
+
+    def make(draw: Draw) -> Inputs:
+        logits = draw(N, V) * LOGIT_STD
+        generator = torch.Generator().manual_seed(8)
+        targets = torch.randint(0, 2 * V, (N,), generator=generator, device="cpu")
+        targets[::5] = -100
+        return {"logits": logits, "targets": targets.to(logits.device)}
+
+    def grad_inputs(draw: Draw) -> Inputs:
+        inputs = make(draw)
+        x = inputs["logits"].to(wide(inputs["logits"].dtype))
+        scale = draw(N).to(x) if each else x.new_full((), 0.25)
+        return {**inputs, "lse": x.logsumexp(-1) + 0.5, "scale": scale}
+
+    def by(op: Any, how: Any, widen: bool = False) -> Callable[..., Any]:
+        def call(logits: Tensor, *rest: Tensor) -> Any:
+            x = logits.to(wide(logits.dtype)) if widen else logits
+            found = op(x, *rest, **options, **how)
+            return found.to(logits.dtype) if isinstance(found, Tensor) else found
+
+        return call
+
+    shape, z = f"N={N} V={V} from {first}", f" z-loss {z_loss}" + " each row" * each
+    how: dict[str, Any] = {"inner": FP32, "in_fp64": True, "differentiable": False}
+    for name, about, inputs, outputs, also in (
+        ("cross_entropy_shard", shape, make, ("max", "sum", "logit"), {}),
+        ("cross_entropy_shard_grad", shape + z, grad_inputs, ("dlogits",), {"z_loss": z_loss}),
+    ):
+        op, ref = getattr(kernels, name), getattr(reference, f"{name}_ref")
+        calls = by(op, also), by(ref, also), by(ref, also, True)
+        yield OpCase(name, about, inputs, *calls, outputs, **how)
 
 
 @makes("cross_entropy_shard", "cross_entropy_shard_grad", proven=False)
-def shards_of_losses(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+def shards_of_losses(rows: int, size: int, device: str) -> Iterator[OpCase]:
     """A vocabulary shard's part of a loss, and of its gradient."""
-
-    def one(N: int, V: int, first: int, z_loss: float, each: bool) -> Iterator[OpCase]:
-        options: dict[str, Any] = {"first": first, "vocab_size": first + V - V // 10}
-
-        def make(draw: Draw) -> Inputs:
-            logits = draw(N, V) * LOGIT_STD
-            generator = torch.Generator().manual_seed(8)
-            targets = torch.randint(0, 2 * V, (N,), generator=generator, device="cpu")
-            targets[::5] = -100
-            return {"logits": logits, "targets": targets.to(logits.device)}
-
-        def grad_inputs(draw: Draw) -> Inputs:
-            inputs = make(draw)
-            x = inputs["logits"].to(wide(inputs["logits"].dtype))
-            scale = draw(N).to(x) if each else x.new_full((), 0.25)
-            return {**inputs, "lse": x.logsumexp(-1) + 0.5, "scale": scale}
-
-        def by(op: Any, how: Any, widen: bool = False) -> Callable[..., Any]:
-            def call(logits: Tensor, *rest: Tensor) -> Any:
-                x = logits.to(wide(logits.dtype)) if widen else logits
-                found = op(x, *rest, **options, **how)
-                return found.to(logits.dtype) if isinstance(found, Tensor) else found
-
-            return call
-
-        shape, z = f"N={N} V={V} from {first}", f" z-loss {z_loss}" + " each row" * each
-        how: dict[str, Any] = {"inner": FP32, "in_fp64": True, "differentiable": False}
-        for name, about, inputs, outputs, more in (
-            ("cross_entropy_shard", shape, make, ("max", "sum", "logit"), {}),
-            ("cross_entropy_shard_grad", shape + z, grad_inputs, ("dlogits",), {"z_loss": z_loss}),
-        ):
-            op, ref = getattr(kernels, name), getattr(reference, f"{name}_ref")
-            calls = by(op, more), by(ref, more), by(ref, more, True)
-            yield OpCase(name, about, inputs, *calls, outputs, **how)
-
-    yield from one(rows, size, size // 2, 0.0, False)
-    if more:
-        yield from one(min(rows, 7), 63, 40, 0.01, True)
-        yield from one(2, 1, 0, 0.01, False)
-        yield from one(0, 8, 0, 0.0, False)
+    yield from shard_of_loss(rows, size, size // 2, 0.0, False)
 
 
 # Attention
@@ -673,7 +632,7 @@ HEADS = 12  # GPT-2's
 
 @makes("attention")
 def plain_attentions(
-    rows: int, size: int, device: str, *, more: bool = False, masked: bool = False
+    rows: int, size: int, device: str, *, masked: bool = False
 ) -> Iterator[OpCase]:
     """Attention, plain or with dropout or documents; see _case in attention/__init__.py."""
     B, T, D = -(-rows // 1024), min(rows, 1024), size
@@ -687,35 +646,6 @@ def plain_attentions(
     else:
         yield attention_case(B, min(T, 96), D, H, device, causal=False)
         yield attention_case(B, min(T, 96), D, H, device, scale=6.0)
-    if not more:
-        return
-    T, B = min(T, 65), 8 if rows > 48 else 1  # enough elements for a steady largest error
-    if masked:
-        for causal in (True, False):
-            how: dict[str, Any] = {"causal": causal, "p": 0.3}
-            yield attention_case(1, 5, 16, 2, device, Tk=T, **how)
-            yield attention_of_documents([0, 1, 41, 48, 64], 4, 16, device, Hkv=2, **how)
-        yield attention_case(1, T, 24, 6, device, Hkv=2, p=0.3)
-        yield attention_case(1, T, 24, 2, device, p=0.3, packed=True, softmax_scale=0.3)
-        yield attention_of_documents([0, 30, 31, 51], 2, 24, device, p=0.3, packed=True)
-        yield attention_of_documents([0, 50], 6, 33, device, Hkv=1)
-        yield attention_of_documents(range(10), 3, 12, device)
-        if rows > 48:  # several blocks of queries and panels of keys
-            yield attention_of_documents([0, 200, 203], 4, 16, device, Hkv=2)
-        return
-    for causal in (True, False):
-        yield attention_case(B, 5, 16, 2, device, Tk=T, causal=causal)  # the last queries
-        yield attention_case(B, T, 16, 2, device, Tk=33, causal=causal)  # some see no key
-    for Hkv in (1, 2):
-        yield attention_case(B, 20, 24, 4, device, Hkv=Hkv)
-    yield attention_case(2 * B, 1, 8, 3, device)
-    yield attention_case(2, T, 33, 2, device, packed=True)
-    yield attention_case(1, 63, 128, 1, device, softmax_scale=0.02)
-    yield attention_case(1, 33, 16, 2, device, scale=50.0)
-    if rows > 48:  # several blocks of queries and panels of keys
-        yield attention_case(1, 300, 64, 2, device)
-    yield attention_case(0, 4, 16, 2, device)
-    yield attention_case(2, 0, 16, 2, device, Tk=4)
 
 
 MAKERS["attention_masked"] = functools.partial(plain_attentions, masked=True)
@@ -747,19 +677,11 @@ def embedding_case(
 
 
 @makes("embedding")
-def embeddings(
-    rows: int, size: int, device: str, *, more: bool = False, B: int = 1, V: int = 4096
-) -> Iterator[OpCase]:
+def embeddings(rows: int, size: int, device: str, *, B: int = 1, V: int = 4096) -> Iterator[OpCase]:
     """Token and position embedding; some tokens repeat."""
     yield embedding_case(B, rows, size, V, 0.0, device)
     yield embedding_case(2, min(rows, 48), size, V, P, device)
     yield embedding_case(1, 1, 63, V, 0.0, device)
-    if more:
-        yield embedding_case(2, min(rows, 63), 127, 50, 0.0, device, first=3)
-        yield embedding_case(2, 7, 8, 50, 0.3, device, first=3)
-        yield embedding_case(3, 5, 1000, 50, 0.0, device, wpe=False)
-        yield embedding_case(0, 4, 4, 5, 0.0, device)
-        yield embedding_case(2, min(rows, 20), 1, 5, 0.0, device)
 
 
 def _choices(rows: int, E: int, K: int) -> Tensor:
@@ -832,18 +754,19 @@ def grouped_linear_case(tokens: int, C: int, out: int, E: int, K: int) -> OpCase
     return _case(kernels.grouped_linear, shape, make, eager, flops=(product, 2 * product))
 
 
+def experts_case(N: int, C: int, E: int, K: int) -> Iterator[OpCase]:
+    """K of E experts for each token."""
+    yield route_case(N, E, K)
+    yield permute_case(N, C, E, K)
+    yield combine_case(N, C, E, K)
+    yield grouped_linear_case(N, C, 2 * C, E, K)
+
+
 @makes("route", "permute", "combine", proven=False)
 @makes("grouped_linear")
-def experts(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+def experts(rows: int, size: int, device: str) -> Iterator[OpCase]:
     """The ops of experts: the choice, tokens there and back, layers with an empty group."""
-    shapes = [(rows, size, 8, 2)]
-    if more:
-        shapes += [(min(rows, 12), 40, 5, 1), (min(rows, 33), 1, 3, 3)]
-    for N, C, E, K in shapes:
-        yield route_case(N, E, K)
-        yield permute_case(N, C, E, K)
-        yield combine_case(N, C, E, K)
-        yield grouped_linear_case(N, C, 2 * C, E, K)
+    yield from experts_case(rows, size, 8, 2)
 
 
 def dropout_case(shape: tuple[int, ...], device: str) -> OpCase:
@@ -863,19 +786,16 @@ def dropout_case(shape: tuple[int, ...], device: str) -> OpCase:
 
 
 @makes("dropout")
-def dropouts(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+def dropouts(rows: int, size: int, device: str) -> Iterator[OpCase]:
     """Dropout by the counter-based mask."""
     yield dropout_case((1, rows, size or 48), device)
-    if more:
-        for shape in ((2, 3, 40), (2, 3, 4, 17), (3, 1), (0, 4, 8)):
-            yield dropout_case(shape, device)
 
 
 # Flat memory
 
 
 @makes("adamw_step_")
-def adamw_steps(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+def adamw_steps(rows: int, size: int, device: str) -> Iterator[OpCase]:
     """One step over rows * 8192 elements (or rows * size), compared with torch's fused AdamW."""
     hyper: Any = {"lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     # With few values the time is that of the call, 0.07 ms for a whole model at once.
@@ -906,7 +826,7 @@ def adamw_steps(rows: int, size: int, device: str, *, more: bool = False) -> Ite
 
 
 @makes("pack_", "unpack_", "accumulate_", "sum_shards", "global_norm")
-def flat_ops(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+def flat_ops(rows: int, size: int, device: str) -> Iterator[OpCase]:
     """Ops of buckets and of the norm: a list of two tensors, or flat memory."""
     numel = rows * (size or 768)
 
@@ -944,30 +864,26 @@ def flat_ops(rows: int, size: int, device: str, *, more: bool = False) -> Iterat
         own = functools.partial(how, getattr(kernels, op))
         ref = functools.partial(how, getattr(reference, f"{op.removesuffix('_')}_ref"))
         yield OpCase(op, f"P={numel}", two, own, ref, ref, outputs, differentiable=False)
-    if more and rows > 1:
-        yield from flat_ops(1, 1, device)
-        yield from flat_ops(1, 1003, device)
+
+
+def codes_case(numel: int, block: int) -> OpCase:
+    """Values of 8-bit codes in blocks."""
+
+    def make(draw: Draw) -> Inputs:
+        codes = (draw(numel).float() * 40).clamp(-127, 127).to(torch.int8)
+        return {"codes": codes, "scales": draw(-(-numel // block)).abs().float()}
+
+    op = functools.partial(kernels.dequantize_blockwise, block=block)
+    ref = functools.partial(reference.dequantize_blockwise_ref, block=block)
+    how: dict[str, Any] = {"dtypes": (FP32,), "differentiable": False}
+    shape = f"P={numel} block {block}"
+    return OpCase("dequantize_blockwise", shape, make, op, ref, ref, **how)
 
 
 @makes("dequantize_blockwise", proven=False)
-def codes(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
-    """Values of 8-bit codes in blocks."""
-
-    def one(numel: int, block: int) -> OpCase:
-        def make(draw: Draw) -> Inputs:
-            codes = (draw(numel).float() * 40).clamp(-127, 127).to(torch.int8)
-            return {"codes": codes, "scales": draw(-(-numel // block)).abs().float()}
-
-        op = functools.partial(kernels.dequantize_blockwise, block=block)
-        ref = functools.partial(reference.dequantize_blockwise_ref, block=block)
-        how: dict[str, Any] = {"dtypes": (FP32,), "differentiable": False}
-        shape = f"P={numel} block {block}"
-        return OpCase("dequantize_blockwise", shape, make, op, ref, ref, **how)
-
-    yield one(rows * (size or 256), 256)
-    if more:
-        yield one(1, 16)
-        yield one(701, 128)
+def codes(rows: int, size: int, device: str) -> Iterator[OpCase]:
+    """One tensor of codes."""
+    yield codes_case(rows * (size or 256), 256)
 
 
 # Products
@@ -986,18 +902,14 @@ def linear_case(N: int, C: int, out: int, *, bias: bool = True) -> OpCase:
 
 
 @makes("linear", proven=False)
-def linears(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
-    """A layer of (size, 3 * size) and more."""
+def linears(rows: int, size: int, device: str) -> Iterator[OpCase]:
+    """GPT-2's layers without the last one, and a column of 127."""
     for C, out in ((size, 3 * size), (4 * size, size), (127, 1)):
         yield linear_case(rows, C, out)
-    if more:
-        for N, C, out in ((1, 1, 1), (0, 8, 4), (min(rows, 63), 64, 129)):
-            yield linear_case(N, C, out)
-        yield linear_case(min(rows, 63), size, 33, bias=False)
 
 
 @makes("weight_gradient")
-def weight_gradients(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+def weight_gradients(rows: int, size: int, device: str) -> Iterator[OpCase]:
     """The weight gradient of a linear layer, kept in fp32, compared with one rounded to 16 bits
     first; then that of two micro-batches, the second added to the first."""
 
@@ -1049,7 +961,7 @@ def linear_fp8_case(N: int, C: int, out: int, scaling: str, how: str = "") -> Op
 
 
 @makes("linear_fp8")
-def linears_fp8(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+def linears_fp8(rows: int, size: int, device: str) -> Iterator[OpCase]:
     """Layers with products in 8 bits; compared with bf16."""
     for scaling in ("row", "block", "tensor", "tensor fp8"):
         for out, how in ((4 * size, ""), (size, ""), (16, "spread rows")):
@@ -1079,11 +991,9 @@ def orthogonal_case(m: int, n: int, coefficients: Any = POLAR_EXPRESS) -> OpCase
 
 
 @makes("orthogonalize", proven=False)
-def orthogonals(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
-    """Wide, tall and odd-sized matrices."""
-    shapes = ((size, rows), (63, 127), (100, 257)) if more else ()
-    for m, n in ((rows, size), *shapes):
-        yield orthogonal_case(m, n)
+def orthogonals(rows: int, size: int, device: str) -> Iterator[OpCase]:
+    """One matrix."""
+    yield orthogonal_case(rows, size)
 
 
 # Proofs

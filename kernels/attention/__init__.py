@@ -215,7 +215,7 @@ class Mask(NamedTuple):
 
 
 BITS = ConfigTable(
-    "attention_bits", Mask, {"kept": (0, 1)}, lambda arch: [Mask(0), Mask(1)],
+    "attention_bits", Mask, lambda arch: [Mask(0), Mask(1)],
     part_for=lambda arch: 90 if 90 <= arch < 120 else 80,
 )  # fmt: skip
 

@@ -53,14 +53,6 @@ def variant_for(dropout: bool, fp32: bool, bits: Tensor | None = None) -> str:
     return "dropout" if bits is None else "bits"
 
 
-_ALLOWED: dict[str, Any] = {
-    **dict.fromkeys(("block_q", "block_k"), (16, 32, 64, 128, 256)),
-    "num_warps": (1, 2, 4, 8),
-    "num_stages": range(1, 6),
-    "load": lambda arch: ("ptr", "tma") if arch == 90 else ("ptr",),
-}
-
-
 def candidates(arch: int, kernel: str, head_dim: int, variant: str) -> list[Config]:
     """Configs worth timing: tiles that fit registers and shared memory by arithmetic.
 
@@ -88,7 +80,7 @@ def candidates(arch: int, kernel: str, head_dim: int, variant: str) -> list[Conf
 
 
 TABLE = ConfigTable(
-    "attention_configs", Config, _ALLOWED, candidates, tuple(SHARED_BYTES),
+    "attention_configs", Config, candidates, tuple(SHARED_BYTES),
     list(itertools.product(KERNELS, HEAD_DIMS, VARIANTS)), table_for,
     lambda arch, config: config if arch == 90 else config._replace(load="ptr"),
 )  # fmt: skip
@@ -102,9 +94,8 @@ class Section(NamedTuple):
 
 
 SECTIONS = ConfigTable(
-    "attention_sections", Section, {"megabytes": range(1, 1025)},
-    lambda arch: [Section(n) for n in (4, 8, 16, 32, 64)],
-)  # fmt: skip
+    "attention_sections", Section, lambda arch: [Section(n) for n in (4, 8, 16, 32, 64)]
+)
 
 Layout = Any  # a descriptor of Triton's without memory
 

@@ -17,7 +17,6 @@ class Config(NamedTuple):
     registers: int  # per thread, of 2048 / warps
 
 
-_ALLOWED = {"unroll": (2, 4, 8), "kb_per_warp": (2, 4, 8, 16, 32), "registers": (64, 128)}
 # Four accesses spill with 64 registers.
 _CANDIDATES = [*(Config(2, kb, 64) for kb in (4, 8, 16)), Config(4, 8, 128), Config(4, 16, 128)]
-TABLE = ConfigTable("cross_entropy_configs", Config, _ALLOWED, lambda arch: _CANDIDATES)
+TABLE = ConfigTable("cross_entropy_configs", Config, lambda arch: _CANDIDATES)

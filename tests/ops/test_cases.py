@@ -1,6 +1,6 @@
-"""Every op on every case of kernels/cases.py, forward and backward against fp64, by each of its
-implementations: torch's functions, C++, Triton (interpreted without a GPU), CUDA (emulated without
-one).
+"""Every op on every case of kernels/cases.py and support/more_cases.py, forward and backward
+against fp64, by each of its implementations: torch's functions, C++, Triton (interpreted without a
+GPU), CUDA (emulated without one).
 
 An error is within what arithmetic explains (roundings.py), for the op's own kernels also within the
 2x rule, which is a promise; and a second call has the same bits. The oracles are compared with
@@ -12,11 +12,12 @@ import functools
 import pytest
 import torch
 from cells import slow, torch_attends
+from more_cases import cases_of
 from roundings import allowed
 
 from fastpar.kernels import backend, cases
 from fastpar.kernels import reference as ref
-from fastpar.kernels.cases import FP32, FP64, MAKERS, OpCase, cases_of, evaluate
+from fastpar.kernels.cases import FP32, FP64, MAKERS, OpCase, evaluate
 from fastpar.kernels.philox import make_key
 
 # rows, last dimension; interpreted kernels cost by their programs
@@ -30,7 +31,7 @@ IN_CUDA = [op for op, (_, where) in backend.OPS.items() if "cuda" in where and o
 
 @functools.cache
 def known(op: str, rows: int, size: int, device: str) -> list[OpCase]:
-    return cases_of(op, rows, size, device, more=True)
+    return cases_of(op, rows, size, device)
 
 
 @functools.cache
@@ -165,7 +166,7 @@ OPS = ("attention", "layer_norm", "rms_norm", "residual_layer_norm", "residual_r
 def test_equals_what_torch_writes(op):
     """The oracle of every case of kernels/cases.py, and its gradients, beside torch's functions."""
     judged = 0
-    for case in cases_of(op, 6, 32, more=True, **({"V": 7} if op == "embedding" else {})):
+    for case in cases_of(op, 6, 32, **({"V": 7} if op == "embedding" else {})):
         torchs = case.stock if op == "attention" else case.eager
         lengths = " Tk=" in case.shape  # which torch aligns to the first key
         if lengths or torchs is case.ref or "T=0" in case.shape:

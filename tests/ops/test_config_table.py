@@ -1,9 +1,8 @@
-"""Tables of tuning choices: what ships is possible, what is not is named, an entry is changed by
-writing and tried without."""
+"""Tables of tuning choices: what ships is possible; an entry is changed by writing, and tried
+without."""
 
 import json
 
-import pytest
 from cells import sweep
 
 from fastpar import kernels  # noqa: F401  fills TABLES
@@ -18,14 +17,14 @@ PLACE, TRIED = ("fwd", 64, "plain"), Config(32, 32, 4, 1, "tma")
 def test_files_are_as_write_makes_them_and_candidates_possible(name):
     table = TABLES[name]
     assert render(json.loads(table.path.read_text())) == table.path.read_text()
-    for key, config in table.load(table.path).items():  # which checks it
+    for key, config in table.load(table.path).items():
         found = table.candidates(*key)
         assert len(set(found)) == len(found) > 1
-        assert all(table.check(key, each._asdict()) == each for each in found)
-        for field in config._fields:
-            words = f"{name}: expected .*, got {field}=-1 at {key[0]}.*; correct {name}.json"
-            with pytest.raises(ValueError, match=words):
-                table.check(key, {**config._asdict(), field: -1})
+        for each in (config, *found):
+            numbers = [n for n in each if not isinstance(n, str)]
+            assert all(type(n) is int and 0 <= n <= 8192 for n in numbers)
+            assert getattr(each, "num_warps", 1) in (1, 2, 4, 8)
+            assert getattr(each, "load", "ptr") in (("ptr", "tma") if key[0] == 90 else ("ptr",))
 
 
 @sweep(
@@ -44,26 +43,6 @@ def test_every_gpu_has_tiles_of_attention(arch, section):
         assert config == (shipped if arch == 90 else shipped._replace(load="ptr"))
     # What the compiler counts as better is tried.
     assert Config(64, 128, 4, 2, "tma") in candidates(90, "bwd_dq", 64, "plain")
-
-
-def test_an_impossible_entry_and_a_missing_one_are_named(tmp_path):
-    path, entry = tmp_path / "configs.json", TABLE.get(80, "bwd_dq", 64, "dropout")._asdict()
-    table = json.loads(TABLE.path.read_text())
-    for wrong, words in (
-        ({**entry, "block_q": 48}, "expected 16, 32, 64, 128 or 256, got block_q=48"),
-        ({**entry, "num_stages": 0}, "expected 1 to 5, got num_stages=0"),
-        ({**entry, "load": "tma"}, "expected ptr, got load=tma"),
-        ({}, "expected the fields block_q, .*, got entry={}"),
-        (None, "expected the fields block_q, .*, got entry=None"),
-    ):
-        table["80"]["bwd_dq"]["64"]["dropout"] = wrong
-        path.write_text(json.dumps(table))
-        with pytest.raises(ValueError, match=f"{words} at 80 / bwd_dq / 64 / dropout; correct"):
-            TABLE.load(path)
-    with pytest.raises(ValueError, match=r"expected a place of .* got place=80 / fwd / 48 / plain"):
-        TABLE.write(80, ("fwd", 48, "plain"), TRIED, path)
-    with pytest.raises(ValueError, match="attention_configs: expected ptr, got load=tma at 80"):
-        TABLE.write(80, PLACE, TRIED, path)
 
 
 def test_write_changes_one_line_and_calls_after_it_use_it(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cells import slow, sweep
+from more_cases import FEW_LOSSES
 from test_cases import check
 
 from fastpar.kernels import (
@@ -18,7 +19,7 @@ from fastpar.kernels import (
     linear_cross_entropy,
 )
 from fastpar.kernels.backend import wide
-from fastpar.kernels.cases import loss_of_logits, shards_of_losses
+from fastpar.kernels.cases import loss_of_logits, shard_of_loss
 from fastpar.kernels.loss import TABLE
 from fastpar.kernels.loss.linear_cross_entropy import (
     default_chunk_rows,
@@ -39,6 +40,7 @@ from fastpar.predict.memory import StepMemory
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = ("mean", "sum", "none")
 U = 2.0**-24  # one rounding of fp32
+EACH = {"how": "both, each", **FEW_LOSSES["both, each"]}
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # interpreted Triton
 
@@ -93,7 +95,7 @@ def some(form, values):
     ("pad", "dtype"), [(47, torch.float32), slow(0, torch.bfloat16), slow(47, torch.float16)]
 )
 def test_gpt2_vocabulary(form, pad, dtype):
-    check(loss_of_logits(3, 50257, pad, "both, each"), dtype, form)
+    check(loss_of_logits(3, 50257, pad, **EACH), dtype, form)
 
 
 def test_padding_is_left_out(form):
@@ -569,8 +571,8 @@ def test_every_kind_of_tile(triton_device, monkeypatch, v, pad):
     config = {"U": 2, "W": 32, "num_warps": 1, "maxnreg": 64}
     monkeypatch.setattr(triton, "config", lambda row_bytes, size, how: config)
     for dtype in DTYPES[: 1 + v % 2]:
-        check(loss_of_logits(9, v, pad, "both, each"), dtype, triton_device)
-    for case in shards_of_losses(9, v, triton_device):
+        check(loss_of_logits(9, v, pad, **EACH), dtype, triton_device)
+    for case in shard_of_loss(9, v, v // 2, 0.0, False):
         check(case, dtype, triton_device)
 
 
@@ -584,4 +586,4 @@ def test_every_configuration(triton_device, v, how):
     warps = triton.config(2 * v, 2, TABLE.get(90))["num_warps"]
     assert warps == {8192: 4, 8193: 8, 32769: 16, 50257: 16}[v]
     with TABLE.trying((), TABLE.candidates(90)[how]):
-        check(loss_of_logits(2, v, 0, "z-loss 0.01"), torch.float16, triton_device)
+        check(loss_of_logits(2, v, z_loss=0.01), torch.float16, triton_device)

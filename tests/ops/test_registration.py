@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 from cells import slow
+from more_cases import cases_of
 from test_cases import tiles_fit
 from torch import Tensor
 
 from fastpar import kernels
 from fastpar.kernels import Rng, adamw, backend, make_key, op, triton_launch
 from fastpar.kernels.adamw import Hyper
-from fastpar.kernels.cases import MAKERS, cases_of
+from fastpar.kernels.cases import MAKERS
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins, norm_from_bins
 from fastpar.kernels.linear import _linear
 from fastpar.kernels.loss.cross_entropy import _cross_entropy_bwd
@@ -40,7 +41,7 @@ def of_cases(device: str, dtype: torch.dtype = F32) -> dict[str, list[Program]]:
         triton = backend.choice == "triton" and name.startswith("attention")
         found[name] = [
             (case.fn, list(inputs.values()))
-            for case in cases_of(name, 6, 32, device, more=True, **few)
+            for case in cases_of(name, 6, 32, device, **few)
             for given in [dtype if dtype in case.dtypes or dtype == torch.float64 else BF16]
             if not re.search("[NBT]=0", case.shape) and (case.in_fp64 or dtype == F32)
             for inputs in [case.inputs(given, device)]
