@@ -1,6 +1,7 @@
 """Fixtures that several kernels' tests share."""
 
 import functools
+import sys
 
 import pytest
 import torch
@@ -33,6 +34,9 @@ def poisoned(monkeypatch):
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, fill(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "new_empty", fill(torch.Tensor.new_empty))
+    yield
+    if rules := sys.modules.get("torch._dynamo.trace_rules"):
+        rules.get_torch_obj_rule_map.cache_clear()  # it knows functions, torch's own no more
 
 
 @pytest.fixture
