@@ -156,6 +156,7 @@ def opchecked():
         torch.library.opcheck(of.cp_attend_keys.default, args)
 
 
+@pytest.mark.slow
 def test_opcheck():
     """On one rank: its checks run ops a number of times that other ranks would not follow."""
     run_ranks(opchecked, 1, timeout_s=300)

@@ -59,6 +59,7 @@ def ops_in_backward(mode):
     return [count.calls[f"fastpar.{name}.default"] // config.n_layer for name in names]
 
 
+@pytest.mark.slow
 def test_selective_recomputation_neither_multiplies_nor_sends_again():
     """A layer has two products, and in backward two exchanges of its own."""
     for mode in ("none", "selective"):

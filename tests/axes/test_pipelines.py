@@ -60,6 +60,7 @@ def messages(schedule, sender, receiver):
     return sides
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "micro_batches",
     [

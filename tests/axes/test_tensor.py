@@ -424,6 +424,7 @@ def opchecked():
     check(of.vocab_linear_cross_entropy_dx.default, (x, torch.tensor(2.0), tp.number))
 
 
+@pytest.mark.slow
 def test_opcheck():
     run_ranks(opchecked, 1, timeout_s=300)
 

@@ -287,6 +287,7 @@ def skips(op, timeout_s):
     return first, later, seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "world_size"),
     [("all_reduce", 2), slow("reduce_scatter", 3), slow("all_gather", 3)],
@@ -398,6 +399,7 @@ def sent_meanwhile():
     return order
 
 
+@pytest.mark.slow
 def test_operations_are_sent_while_earlier_ones_are_under_way():
     """Without, a link is idle while one is added up."""
     expected = [f"{what} {n}" for n in (3, 2, 1) for what in ("send", "returned")]
@@ -427,6 +429,7 @@ def profiled():
     return whole.sum().item() + part.sum().item()
 
 
+@pytest.mark.slow
 def test_a_profiler_and_hooks_of_the_caller():
     """gloo's thread takes Python's lock then, while it holds the lock of the operation."""
     assert run_ranks(profiled, 1, backend="gloo", timeout_s=60) == [128.0]

@@ -86,6 +86,7 @@ def test_what_is_no_mesh(settings, ranks, words):
         run_ranks(lambda: Mesh(**settings), ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
@@ -185,6 +186,7 @@ def from_torchruns_environment():
     return mesh.rank, mesh.dp_rank, mesh.dp_size, mesh.tp_rank, mesh.tp_size, *sums
 
 
+@pytest.mark.slow
 def test_ranks_of_torchruns_environment():
     """Those of a tp group are neighbours; a broadcast goes along one axis."""
     found = run_ranks(from_torchruns_environment, 4, backend="gloo", init=False)

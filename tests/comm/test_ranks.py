@@ -51,6 +51,7 @@ def fail(*error):
     dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_failure_that_others_follow_is_raised_with_its_rank(backend):
     """A time-out would be longer than a test may take."""
@@ -94,6 +95,7 @@ def rank_and_sum(rank, x):
     return rank.rank, total.item(), rank.of_first(rank.rank), rank.kept["calls"], threads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fork", [False, True])
 def test_calls_run_on_all_ranks_and_processes_stay(fork):
     before, said = dict(os.environ), []

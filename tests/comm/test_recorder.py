@@ -161,6 +161,7 @@ def steps_on_rank(names):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [["ddp", "zero3", "tp"], slow(["fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2"])],

@@ -150,6 +150,7 @@ def test_who_is_waited_for_is_named(ranks, scene, monkeypatch):
             assert 1 not in some.said
 
 
+@pytest.mark.slow
 def test_one_that_has_left_after_a_restart(ranks):
     """Later ranks share the store and ignore what is left there."""
     two = ranks(2)
@@ -161,6 +162,7 @@ def test_one_that_has_left_after_a_restart(ranks):
     assert ": rank 0 has left the run; rank 1 has waited 1." in message
 
 
+@pytest.mark.slow
 def test_nobody_is_named_as_long_as_nobody_waits_too_long(ranks):
     two = ranks(2)
 
@@ -225,6 +227,7 @@ def test_a_device_that_is_in_a_collective():
         assert dog._now()[0] == key
 
 
+@pytest.mark.slow
 def test_the_end_of_a_rank_leaves_its_message_and_kills_the_slow_one(tmp_path):
     """And no other process that has got its number meanwhile."""
     stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])

@@ -121,7 +121,6 @@ FAMILIES = {
         "offload": HOST,
     },
 }
-SEEDS = 3
 FIRST_SEED = {"experts": 13}  # 12 default rows; of the first seeds the fewest
 PAIRED = {  # axes that default rows have together
     "split": set(itertools.combinations(("dp", "tp", "grid", "cp", "pp"), 2)),
@@ -175,10 +174,9 @@ def test_same_run(layout, program):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
-@pytest.mark.parametrize("seed", range(1, SEEDS))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_more_arrays(family, seed, part):
-    for layout, program in covering(FAMILIES[family], seed)[part::4]:
+def test_more_arrays(family, part):
+    for layout, program in covering(FAMILIES[family], seed=1)[part::4]:
         try:
             same_run(layout, program)
         except Exception as error:

@@ -269,6 +269,7 @@ def test_ids_end_to_end(load, tmp_path):
     assert load("char", "bytes").tokenizer.decode([64]) == "@"
 
 
+@pytest.mark.slow
 def test_ids_outside_the_vocabulary(load, tmp_path):
     """A changed file or memo is checked again."""
     for part, *ids in (("training", [1, 50257], [1]), ("validation", [1, 2], [1, 50257])):

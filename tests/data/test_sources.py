@@ -133,6 +133,7 @@ _spaces = [" ", "\n", "\r\n", "\t", "\u00a0", "\u2028", "\x1c", "'s", "12", ".",
 _spaced = st.lists(st.sampled_from(_spaces) | st.text(max_size=5)).map("".join)
 
 
+@pytest.mark.slow
 @given(text=_spaced, size=st.integers(1, 40))
 @example(text="ab\n\ncd  ef \n gh", size=1)
 @settings(max_examples=40)

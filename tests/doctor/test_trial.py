@@ -217,6 +217,7 @@ trial.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "why"),
     [

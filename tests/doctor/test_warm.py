@@ -40,6 +40,7 @@ def test_processes_fill_tritons_cache(monkeypatch, tmp_path):
     assert {path.stem for path in tmp_path.rglob("*.cubin")} == names
 
 
+@pytest.mark.slow
 def test_the_hopper_kernels_are_compiled_where_they_are_tried(monkeypatch):
     def hopper(case, gpu):
         return [launch.name for launch in launches_of(case, gpu) if "hopper" in launch.name]

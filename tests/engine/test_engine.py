@@ -230,6 +230,7 @@ def test_parameters_that_some_ranks_leave_out(users, stage):
 CHANGED = r"p\.grad of '.*' was changed in place with tp=2, .* clip with fastpar\.AdamW\(max_grad"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 1])
 @pytest.mark.parametrize("optimizer_of", [AdamW, torch.optim.AdamW, torch.optim.SGD])
 def test_clipping_by_hand_is_refused_with_tp(optimizer_of, tp):
@@ -280,6 +281,7 @@ def test_all_ranks_begin_with_the_buffers_of_the_first(tp, stage):
         assert_same(found, Normed(0).state_dict())
 
 
+@pytest.mark.slow
 def test_an_engine_lives_as_long_as_a_parameter():
     model = parallelize(Net(), Mesh(device="cpu"))
     parameters, engine = list(model.parameters()), weakref.ref(engine_of(model))

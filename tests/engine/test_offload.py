@@ -170,6 +170,7 @@ def trains(model, accum=1, **options):
     return torch.stack(losses).detach(), final(model, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "hosts", "ranks"),
     [
@@ -193,6 +194,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.slow
 @covering(1, ("ranks", [1, 2]), ("name", FORMATS))
 def test_formats_of_the_state(name, ranks):
     """Each format of the optimizer's state, at half of the stages by turns, with clipping."""
@@ -304,11 +306,13 @@ def streams(monkeypatch):
     fake_streams.install(monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accum", [slow(1), 2])
 def test_copies_that_come_at_the_last_moment_change_nothing(streams, accum):
     held(functools.partial(trains, accum=accum), grad_accum_steps=accum)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), [(StreamHandle, "wait"), (FakeBus, "arrived")])
 def test_who_waits_for_no_copy_reads_nan(streams, monkeypatch, kind, name):
     """The order broken once: a forward that waits for no weights, a host for no gradients."""
@@ -352,6 +356,7 @@ def recomputed(bus, micro_batches):
     return [*found, *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [slow(1), 2])
 def test_activations(streams, micro_batches):
     found = recomputed(poisoned(FakeBus)(), micro_batches)

@@ -442,6 +442,7 @@ print(*(w.message for w in caught))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "dtype", "setting"),
     [

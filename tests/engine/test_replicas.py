@@ -29,6 +29,7 @@ def flip(x, at=0, bit=0):
     raw[at] = int(raw[at]) ^ (1 << bit)
 
 
+@pytest.mark.slow
 @sweep("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int16])
 @sweep(("size", "offset"), [(1, 0), (3, 1), (8, 0), (37, 3)])
 def test_every_single_flip_changes_the_sum(monkeypatch, dtype, size, offset):

@@ -101,6 +101,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "stage", "wire"), CELLS)
 def test_two_runs_are_alike_and_near_the_one_without(layout, stage, wire):
     """On nodes gradients are added up in each node first."""
@@ -138,6 +139,7 @@ def resumed(layout, stage, wire, folder, load):
     return advance(loop, 2, 4)
 
 
+@pytest.mark.slow
 def test_what_was_lost_on_the_wire_is_part_of_a_checkpoint(tmp_path):
     of = ("dp", 1, WIRES["int4, fed back"], tmp_path)
     (whole, other), again = (run_ranks(resumed, 2, *of, load) for load in (False, True))
@@ -257,6 +259,7 @@ def averaged(options):
         return [*losses, loop.model(**given).item()]
 
 
+@pytest.mark.slow
 def test_weights_that_are_exchanged_are_gathered_anew():
     found = run_ranks(averaged, 4, SECOND)[0]
     assert found == run_ranks(averaged, 4, {})[0]
@@ -278,6 +281,7 @@ def crossed(options, micro):
     return bytes_of
 
 
+@pytest.mark.slow
 def test_weights_cross_between_nodes_once_a_step():
     """The forward's first gather does, whatever number of passes follows; the rest stays inside."""
     (once, many), plain = (
@@ -331,6 +335,7 @@ def train_fp8(layers, dtype, options, axes, idle):
     return losses, dict(model.state_dict()), model.fp8_scales.history, torch.stack(over)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "dtype", "ranks", "options", "axes", "idle"),
     [

@@ -138,6 +138,7 @@ def renewed(launcher, old):
     return ranks.keys() == {0, 1} and not old & set(ranks.values())
 
 
+@pytest.mark.slow
 def test_a_hanging_and_a_killed_rank_cost_at_most_a_save_interval(whole, start):
     """The launcher names both causes. The first leads to a restart; after the second, for which
     none is left, the run goes on from its folder."""
@@ -306,6 +307,7 @@ def flags_of(text):
     return set(re.findall(r"--[a-z-]+", text))
 
 
+@pytest.mark.slow
 def test_a_script_is_one_and_has_no_option_that_we_do_not_know(capsys):
     with contextlib.suppress(SystemExit):
         main(["train", "--help-all"])

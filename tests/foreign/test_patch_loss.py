@@ -120,6 +120,7 @@ def test_evaluation_and_calls_without_targets_stay():
     assert type(ours) is LossGPT
 
 
+@pytest.mark.slow
 def test_numbers_of_the_run_and_of_another_thread_do_not_count():
     """The batches that a script draws after patching are those that it drew without."""
     model = LossGPT()

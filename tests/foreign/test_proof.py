@@ -302,6 +302,7 @@ def test_options_of_an_embedding_set_later_and_longer_rows_than_were_looked_at()
         assert_equal_calls(ours, theirs, T=9)
 
 
+@pytest.mark.slow
 @sweep("name", ["gelu_10", "quick_gelu", "gelu_new", "gelu", "gelu_fast"])
 def test_activations_that_differ_far_out_are_left(name):
     theirs = gpt2("D8", activation_function=name).double().eval()

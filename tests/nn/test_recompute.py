@@ -258,6 +258,7 @@ def run(bus, micro_batches):
     return model, [*losses, *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gb_s", "micro_batches"), [(0.05, 2), slow(5.0, 1)])
 def test_the_bits_of_the_run_without_a_host(gb_s, micro_batches, monkeypatch):
     """Whenever a block begins its backward its own input is on the device, and those that come up

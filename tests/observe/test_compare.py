@@ -188,6 +188,7 @@ def test_claims(runs, said):
     assert said in text
 
 
+@pytest.mark.slow
 def test_pictures_of_a_report_are_optional(tmp_path, monkeypatch, capfd):
     pytest.importorskip("matplotlib", reason="needs matplotlib")
     found = make_comparison(make_run("single"), make_run("dp"), FAILED, other_order(1e-6))
@@ -326,6 +327,7 @@ def train(spec, said=lambda *words: None):
     return compare.Rank(*spec, said).train()
 
 
+@pytest.mark.slow
 def test_a_rank_trains_the_trainers_samples_with_the_trainers_schedule(text):
     said = []
     found = train(spec_of(text), lambda *words: said.append(words[0]))

@@ -64,6 +64,7 @@ def on_rank(names, *options):
 ON_FOUR = ["hsdp", "tp", "tp-zero1", "tp-zero2", "tp-zero3", "dp-pp"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "names", "options"),
     [

@@ -53,6 +53,7 @@ def test_triton_reads_and_writes_the_packed_tensor_in_place(triton_device, recor
 # Documents
 
 
+@pytest.mark.slow
 @sweep(("causal", "p"), [(True, 0.3), (False, 0.0)])
 def test_a_document_is_a_sample(form, causal, p):
     """Each alone, with the sample index it has here: the same bits."""
@@ -75,6 +76,7 @@ def test_a_document_is_a_sample(form, causal, p):
         assert backend.choice == "torch" or torch.equal(got, alone)
 
 
+@pytest.mark.slow
 @sweep("causal", [True, False])
 def test_a_document_sees_nothing_of_another(form, causal):
     """NaN and infinity in some documents stay there, though buffers serve one after another."""

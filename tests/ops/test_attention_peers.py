@@ -150,6 +150,7 @@ def test_an_unknown_name_is_refused():
         read_forced("fash")
 
 
+@pytest.mark.slow
 def test_the_proof_says_who_serves(prove, monkeypatch, recorded):
     """Under torch.compile too; not in deterministic mode, and not where a backend is forced."""
     q = torch.randn(1, 16, 2, 8, requires_grad=True)

@@ -48,6 +48,7 @@ def run(q, k, v, do, *, cu=None, causal=True):
 # Tiles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "variant", "D"),
     cells(ARCHS, ["plain", "dropout", "fp32"], [16, 32, 64, 128], strength=1),
@@ -71,6 +72,7 @@ def test_every_kind_of_threshold(triton_device, p):
     check(attention_case(1, 33, 16, 1, triton_device, p=p), F32, triton_device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kept", "tile"),
     [(0, (64, 16)), (1, (64, 128)), *(slow(0, t) for t in ((32, 32), (16, 64), (64, 128))),
@@ -84,6 +86,7 @@ def test_the_mask_does_not_depend_on_the_tile(triton_device, monkeypatch, kept, 
         check(attention_case(1, 140, 16, 1, triton_device, p=0.4), F32, triton_device)
 
 
+@pytest.mark.slow
 def test_heads_by_sections_are_all_computed(triton_device, monkeypatch):
     """Sections that do not divide the number of heads; see [Note: order]."""
     inputs = [torch.randn(1, 20, h, 16).to(triton_device) for h in (6, 3, 3)]
@@ -137,6 +140,7 @@ def test_what_is_not_finite_stays_in_its_rows(triton_device):
     torch.testing.assert_close(o, seen.mean(1, keepdim=True).expand_as(o))
 
 
+@pytest.mark.slow
 def test_strides_are_read_and_written_in_place(triton_device):
     """Packed, and at addresses that no descriptor can hold; gradients of a packed tensor leave
     their neighbours alone. More layouts are in test_op.py."""
@@ -190,6 +194,7 @@ def test_kept_bits_are_the_mask(triton_device, sizes, causal, p):
     assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     ("B", "T", "Tk", "D", "Hkv", "dtype", "causal"),

@@ -190,6 +190,7 @@ def test_storage_types_round_like_torch(isas, dtype):
         assert torch.equal(y[~nan].view(torch.int32), expected[~nan].view(torch.int32)), isa
 
 
+@pytest.mark.slow
 def test_freed_memory_stays_mapped():
     """Large buffers stop causing page faults. In a child, because it cannot be undone."""
     code = """
@@ -223,6 +224,7 @@ def test_the_profiler_sees_ops_with_and_without_gradients():
     assert shapes["fastpar::layer_norm_bwd"][0] == [4, 8]
 
 
+@pytest.mark.slow
 def test_the_module_as_a_program_and_imports_that_are_refused():
     settings = {"FASTPAR_BACKEND": "torch", "FASTPAR_ISA": "baseline"}
     run = run_python("-m", "fastpar.kernels.backend", **settings)

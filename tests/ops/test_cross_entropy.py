@@ -433,6 +433,7 @@ def test_hostile_rows_of_a_shard(form):
     assert not grad[1].any()
 
 
+@pytest.mark.slow
 @sweep(("v", "dtype"), [(1, torch.float32), (63, torch.float16), (300, torch.bfloat16)])
 def test_gradient_written_where_the_caller_says(form, v, dtype):
     """Into the logits or rows of a wider workspace, from logits with any strides: the same bits."""

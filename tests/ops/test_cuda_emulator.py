@@ -109,6 +109,7 @@ def pointer(x):
     return x.ctypes.data_as(ctypes.c_void_p)
 
 
+@pytest.mark.slow
 def test_the_emulator_runs_kernels_and_finds_their_mistakes(library):
     x, total = np.arange(256, dtype=np.int32), np.zeros(1, dtype=np.int32)
     y = np.zeros_like(x)
@@ -131,6 +132,7 @@ def draw(library, seed, step, first, n, stride=1):
     return out
 
 
+@pytest.mark.slow
 @sweep("first", [0, 2**32 - 2**19, 2**40])
 def test_random_bits_are_uniform_and_unrelated(library, first):
     """Each statistic is normal with known variance; six deviations: below 1e-6 for all together."""

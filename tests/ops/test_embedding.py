@@ -134,6 +134,7 @@ RUNS = {
 BORDERS = "crosses every border", "more pieces than are added at once"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", [n if n in ("one token", *BORDERS) else slow(n) for n in RUNS])
 def test_runs_of_every_length(triton_device, monkeypatch, name):

@@ -224,6 +224,7 @@ def test_offsets_leave_gaps_alone_and_nothing_is_something(device):
     assert one.item() == 3
 
 
+@pytest.mark.slow
 def test_launches_of_lists(cuda_device, recorded):
     """A list of any types is one call, its norm two launches. The descriptors of a launch fit its
     arguments; a longer list is cut, more shards are refused."""
@@ -357,6 +358,7 @@ def farthest_from_a_unit():
     return x[away.argmax()], x[away.argmin()]
 
 
+@pytest.mark.slow
 def test_bins_hold_their_worst_sums(device):
     """Equal elements of the largest counts that a bin or the one below sees, both signs; the
     largest element just below or above the edge of a bin, over smaller ones; in parts."""
@@ -378,6 +380,7 @@ def test_bins_hold_their_worst_sums(device):
         assert bits(norm_from_bins(sum(parts))) == bits(norm_from_bins(whole))
 
 
+@pytest.mark.slow
 def test_any_order_and_cut_of_elements_of_every_size(device):
     """Sorted both ways, shuffled, one by one and in pieces that cross chunks: the running top of
     the kernels takes every course."""
@@ -394,6 +397,7 @@ def test_any_order_and_cut_of_elements_of_every_size(device):
     assert bits(global_norm(singles[::-1])) == bits(global_norm([some]))
 
 
+@pytest.mark.slow
 @sweep(("bad", "dtype"), zip((torch.inf, -torch.inf, torch.nan), DTYPES))
 def test_what_is_not_finite_is_found_anywhere(dtype, bad, device):
     n = 4500
@@ -455,6 +459,7 @@ LIMITS, LOSS_SCALES = [None, 0.01, 1.0, 1e6, math.inf], [None, 65536.0, 0.3]
 PAIRS = itertools.product(enumerate(LIMITS), enumerate(LOSS_SCALES))
 
 
+@pytest.mark.slow
 @sweep(("max_norm", "loss_scale", "eps"),
        [(m, s, [0.0, 1e-6, 5.0][(i + j) % 3]) for (i, m), (j, s) in PAIRS])  # fmt: skip
 def test_norm_and_factor_of_a_list(max_norm, loss_scale, eps, device):
@@ -498,6 +503,7 @@ def test_storage_shapes_and_strides_of_the_same_values_do_not_matter(device):
         assert not norm_bins(tensors).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16), slow(torch.float32)])
 def test_every_offset_and_tail_of_a_norm(dtype, device):
     """All starts within 64 bytes, tails of up to two vectors, exactly; what lies around is not
@@ -585,6 +591,7 @@ def check(x, bits, device, *, block=256, seed=None, first_index=0, error=None, o
         assert_same(got, ref.dequantize_blockwise_ref(want, want_scales, block=block).to(out_dtype))
 
 
+@pytest.mark.slow
 @sweep("bits", BITS)
 def test_codes_match_the_oracle(bits, device):
     """Also where a warp holds no whole block, and of blocks that are tiny, huge or not finite."""
@@ -775,6 +782,7 @@ def results(run, device="cpu"):
     return [t.cpu() for t in run(device)]
 
 
+@pytest.mark.slow
 @sweep("run", [buckets, norms, codes, masks])
 def test_same_bits_on_every_instruction_set_and_thread_count(run, isas):
     want = results(run)

@@ -118,6 +118,7 @@ def test_every_kind_of_config(triton_device, how):
         check(residual_norm(10, 300, 0.0, triton_device), torch.float32, triton_device)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("c", [4100, slow(2500), slow(16384)])
 def test_wide_rows(c, triton_device):
@@ -137,6 +138,7 @@ def test_every_arch(monkeypatch, triton_device, arch):
         check(residual_norm(26, 200, 0.0, triton_device), torch.float32, triton_device)
 
 
+@pytest.mark.slow
 def test_more_programs_than_one_block_of_partials(monkeypatch, triton_device):
     """Counts rows: exact in fp32."""
     monkeypatch.setattr(triton_launch, "_INTERPRETED_SMS", 132)

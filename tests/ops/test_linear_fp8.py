@@ -295,6 +295,7 @@ CASTS = [  # scaling, weight_gradient, casts
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scaling", "weight_gradient", "casts"), CASTS)
 def test_a_gpus_layer_is_the_emulated_one(
     scaling, weight_gradient, casts, triton_device, monkeypatch

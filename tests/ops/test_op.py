@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cells import slow, sweep
+from cells import sweep
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -155,12 +155,12 @@ def of_form(form: str, *sizes: int) -> Iterator[tuple[str, Case]]:
     return (c for c in found if backend.choice != "triton" or c[0].startswith(WITH_TRITON))
 
 
-@pytest.mark.parametrize("every", [False, slow(True)])
-def test_layouts_do_not_matter(form, every):
+@pytest.mark.slow
+def test_layouts_do_not_matter(form):
     """Inputs and gradients with strides, or expanded: other tiles add in another order. In Triton
-    by default every second layout of a tensor, and of its gradient; attention has two in
+    every second layout of a tensor, and of its gradient; attention has two in
     test_attention_triton.py."""
-    few = backend.choice == "triton" and not every
+    few = backend.choice == "triton"
     sizes = (2, 3, 1, 16, 16, 11) if backend.choice == "triton" else SIZES
     for name, case in of_form(form, *sizes):
         # In place asks for rows that are evenly apart.

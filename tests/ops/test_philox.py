@@ -82,6 +82,7 @@ def test_mask_equals_the_oracle(device, shape):
         assert torch.equal(dropout(torch.ones(shape, device=device), 0.3, heads).cpu() != 0, mask)
 
 
+@pytest.mark.slow
 @sweep("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @sweep("shape", SHAPES)
 def test_dropout_is_the_mask_times_the_scale(device, shape, dtype):
@@ -236,6 +237,7 @@ def moved_parts(low, high):
         yield places[start:end], rng
 
 
+@pytest.mark.slow
 def test_rows_of_ops(form):
     """Of dropout and of the residual norms, in any leading dimensions."""
     x, r = (torch.randn(B, T, C, device=form) for _ in range(2))
@@ -256,6 +258,7 @@ def test_rows_of_ops(form):
         assert torch.equal(keep_mask(rng, P, (n, C), device=form).cpu(), exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cut", "documents"),
     [

@@ -219,9 +219,9 @@ def check(each: op.Op, args: list[Any], *tests: str) -> None:
     torch.library.opcheck(each.overload, args, test_utils=tests)
 
 
-@pytest.mark.parametrize("whole", [False, slow(True)])
-def test_every_op_passes_torchs_checks(calls, whole):
-    """Of every kind of call; with shapes as symbols, which is dear, the first, unless whole."""
+@pytest.mark.slow
+def test_every_op_passes_torchs_checks(calls):
+    """Of every kind of call; with shapes as symbols, which is dear, the first."""
     found = calls(every_program("cpu"))
     modules = [m for name, m in sys.modules.items() if name.startswith("fastpar.kernels")]
     registered = {x for m in modules for x in vars(m).values() if isinstance(x, op.Op)}
@@ -230,7 +230,7 @@ def test_every_op_passes_torchs_checks(calls, whole):
     for each, arguments in found.items():
         for i, args in enumerate(arguments.values()):
             capacity = each.name == "permute" and i  # makes zeros, no gradient to compare
-            dear = () if capacity or (i and not whole) else ("test_aot_dispatch_dynamic",)
+            dear = () if capacity or i else ("test_aot_dispatch_dynamic",)
             check(each, args, *QUICK, *dear)
 
 

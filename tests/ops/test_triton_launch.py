@@ -310,6 +310,7 @@ assert before < _C.known_launches() <= 8192
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.skipif(_C is None, reason="without the compiled module all goes through Triton")
 def test_a_launch_again_is_what_triton_would_launch(tmp_path):

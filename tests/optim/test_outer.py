@@ -80,6 +80,7 @@ def test_replicas_with_equal_data_are_the_inner_run(stage, make, masters, replic
         assert replicas == 1 or sent > 0
 
 
+@pytest.mark.slow
 @covering(1, ("stage", [0, 2, 3]), ("offload", ["optimizer", "parameters"]))
 def test_state_on_the_host(stage, offload):
     """The outer step is one of what lies there: the bits of the run without offload."""
@@ -170,6 +171,7 @@ def part(folder, replicas, steps, first=0, *, load=False, stage=0, shared=False,
     return weights(model)
 
 
+@pytest.mark.slow
 @covering(1, ("wire", ["fp32", "int4"]), ("stage", [0, 2]), ("stop", [6, 8]))
 def test_a_checkpoint_has_the_outer_state(wire, stage, stop, tmp_path):
     """Weights, momentum, errors of differences: the bits of the run without a stop."""
@@ -180,6 +182,7 @@ def test_a_checkpoint_has_the_outer_state(wire, stage, stop, tmp_path):
     assert all(map(same, again, whole))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("after", "wire", "why"),
     [
@@ -205,6 +208,7 @@ def test_errors_of_other_replicas_are_dropped_aloud(after, wire, why, tmp_path):
     assert all(text.startswith(start + why) for text in found)
 
 
+@pytest.mark.slow
 @sweep("form", ["bf16", "int8", "int4"])
 def test_compressed_differences(form):
     how = {"replicas": 2, "every": 2, **AS_IT_IS}

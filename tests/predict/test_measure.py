@@ -329,6 +329,7 @@ def test_steps_of_ranks():
             assert left_bytes == pytest.approx(alive, rel=0.002)
 
 
+@pytest.mark.slow
 def test_the_peak_of_what_comes_and_goes():
     gc.collect()
     before = alive_bytes()

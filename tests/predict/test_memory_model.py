@@ -78,6 +78,7 @@ MORE_STATES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [STATES, slow(MORE_STATES)], ids=["each axis", "more"])
 def test_states_are_those_of_real_engines(rows):
     """On average over the ranks. Pieces of buckets end at multiples of 256 elements, of which a
@@ -190,6 +191,7 @@ SOME = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("cells", [SOME, *map(slow, KINDS.values())], ids=["some", *KINDS])
 def test_peaks_are_predicted_within_five_percent(cells):

@@ -88,6 +88,7 @@ def ways(model, world, per_node=8, batch=96, without=("pp", "tp_grid", "offload"
     return list(layouts(workload, Setup(world_size=world, **template), per_node, set(without)))
 
 
+@pytest.mark.slow
 def test_every_split_divides_what_it_cuts():
     seen = ways("gpt2-xl", 48)
     assert {s.tp for s in seen} == {1, 2, 4, 8}  # 25 heads, which are padded
@@ -128,6 +129,7 @@ def test_a_batch_that_no_split_divides_leaves_nothing():
     assert possible_batches(workload, Setup(world_size=5), 8, {"pp", "cp"}) == [5, 10, 15]
 
 
+@pytest.mark.slow
 def test_fastest_first_and_all_within_the_limit():
     estimates = found(GPT2, world=8)
     times = [e.time.step_s if e.time else INF for e in estimates]
@@ -150,6 +152,7 @@ def test_the_micro_batch_is_the_fastest_that_fits():
         assert steps == 1 or predict_memory(GPT2, more).total > 12e9
 
 
+@pytest.mark.slow
 def test_which_one_wins_and_why_others_lose():
     for limit, words in ((1e9, "does not fit: "), (6e9, " % slower: "), (6e9, "more complex")):
         estimates = found(world=4, limit=limit)

@@ -156,6 +156,7 @@ def counted(call, sizes, me):
     return all_to_all
 
 
+@pytest.mark.slow
 @sweep(
     "cell",  # ranks, stage, tp, layers, shard size
     [(2, 0, 1, 3, None), (3, 2, 1, 5, None), (4, 1, 2, 3, None), (4, 3, 1, 2, 2)],

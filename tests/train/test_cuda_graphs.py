@@ -324,6 +324,7 @@ FORBIDDEN = {
 }
 
 
+@pytest.mark.slow
 @sweep("act", FORBIDDEN)
 def test_what_a_capture_forbids_is_found(act):
     do, why = FORBIDDEN[act]
@@ -336,6 +337,7 @@ def test_what_a_capture_forbids_is_found(act):
     assert x.tolist() == [0, 1, 2, 3]  # the patches are gone
 
 
+@pytest.mark.slow
 def test_what_a_capture_allows_passes():
     """Other threads go on, too: a watchdog waits for its events, a save copies to the host."""
     x, out, weight = torch.arange(4.0), torch.empty(4), torch.ones(4, requires_grad=True)
@@ -374,6 +376,7 @@ def after_two_steps(monkeypatch, dtype=torch.float32, scale=None, **options):
     return optimizer, third
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "scale", "options"),
     [

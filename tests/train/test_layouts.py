@@ -154,6 +154,7 @@ def bus(monkeypatch):
     monkeypatch.setattr(set_up, "bus_of", lambda device, pinned: poisoned(SlowBus)(1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["averages", *map(slow, [*HOPS][1:])])
 def test_a_run_goes_on_at_any_other_layout(made, bus, case):
     """A step at each, from the checkpoint of the one before: as if uninterrupted."""
@@ -290,6 +291,7 @@ def test_a_step_has_one_exchange(here, monkeypatch):
         assert one == two
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"tp": 2}, slow({"pp": 2})], ids=name)
 def test_sample_and_export_take_a_run_of_ranks(here, capsys, layout):
     """The text at the end is that of the weights that it saved, whole; rank 0 alone draws it."""
@@ -318,6 +320,7 @@ def test_threads_do_not_matter(here):
 experts = Runs(**{**SAME, **EXPERTS})
 
 
+@pytest.mark.slow
 def test_rows_say_what_experts_do_and_texts_are_drawn_of_them(here, capsys):
     experts("r", 2, ep=2, zero_stage=3, expert_capacity=0.5)
     for row in steps("r"):
@@ -345,6 +348,7 @@ def test_rows_say_what_experts_do_and_texts_are_drawn_of_them(here, capsys):
         load_hf(folder)
 
 
+@pytest.mark.slow
 def test_an_upcycled_model_has_the_loss_of_the_dense_one(here):
     model = GPT(GPTConfig(2, 2, 16, 16, 50, dropout=0.0), seed=1).double()
     sparse = upcycled(model, {"n_expert": 4, "top_k": 2}, seed=5)
@@ -486,6 +490,7 @@ APART = {**FEW, "max_steps": 6, "eval_every": 6, "save_every": 1}
 EVERY = {"outer_every": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "wire"), [(2, "fp32"), slow(4, "fp32"), slow(4, "bf16")])
 def test_two_replicas_go_on(made, ranks, wire):
     """The second one was killed before it had committed a save: both go on from the one before."""
@@ -539,6 +544,7 @@ def test_a_replica_has_the_same_samples_at_every_stage(made):
         assert others == [first] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [slow(1, 2), slow(2, 1), (0, 2)])
 def test_another_number_of_replicas(here, before, after):
     """0: a run without an outer step, which ends with post-local averaging."""
@@ -571,6 +577,7 @@ def test_bytes_of_blocks_inputs_on_the_host(here, bus, monkeypatch):
         run.rank({"out": "small"})
 
 
+@pytest.mark.slow
 def test_rows_say_what_a_step_waited_for_the_host(made, bus):
     out = made(**HOSTED, **OPTIMIZER)
     rows = [row for row in read_metrics(out / "metrics.jsonl") if "compute_ms" in row]

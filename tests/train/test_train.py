@@ -143,6 +143,7 @@ def test_resume_says_what_has_changed_and_ends_at_once_where_nothing_is_left(mad
     assert [one["step"] for one in settings["starts"]] == [0, 8, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_fp16_scales_skips_and_resumes(here, spoil, monkeypatch, ranks):
     """The CPU refuses fp16, but can run the loop. One rank's overflow halves the scale of all."""
