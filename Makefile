@@ -17,9 +17,6 @@ WORKERS ?= -n logical --maxprocesses 4 --dist worksteal
 TORCH_INDEX ?=
 FOLDER :=
 FOLDERS := $(sort $(patsubst tests/%/,%,$(dir $(wildcard tests/*/test_*.py))))
-ifdef ROOM
-$(error expected FOLDER=$(ROOM), got ROOM=$(ROOM); ROOM is called FOLDER now)
-endif
 ifneq ($(filter-out $(FOLDERS),$(FOLDER)),)
 $(error expected FOLDER= a folder of tests/, got FOLDER=$(FOLDER); choose of $(FOLDERS))
 endif

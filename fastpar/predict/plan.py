@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,6 +18,7 @@ from fastpar.axes import every, layout_text, size_text
 from fastpar.axes.data import buckets_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
+from fastpar.files.plain_files import write_text
 from fastpar.predict.machine import (
     Cluster,
     DatasheetRates,
@@ -486,9 +486,7 @@ def _write_json(plan: Plan, path: Path) -> None:
             for e in plan.estimates
         ],
     }
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 # Matrix products in fp8
