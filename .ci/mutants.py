@@ -1,8 +1,8 @@
 """Breaks the product in 60 places, one at a time, and says which tests notice.
 
-    python tests/tools/mutants.py list [LIST.json]
-    python tests/tools/mutants.py run OUT.json [--mutants LIST.json] [--only NUMBER,...]
-    python tests/tools/mutants.py compare BEFORE.json AFTER.json
+    python .ci/mutants.py list [LIST.json]
+    python .ci/mutants.py run OUT.json [--mutants LIST.json] [--only NUMBER,...]
+    python .ci/mutants.py compare BEFORE.json AFTER.json
 
 A mutant is one change of one line of engine, axes, optimizer, checkpoint or kernels, drawn with a
 fixed seed: a comparison turned, a sum made a difference, a number one larger, a condition negated,
@@ -154,7 +154,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("mode", choices=("list", "run", "compare"))
     parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument("--tree", type=Path, default=Path(__file__).resolve().parents[2])
+    parser.add_argument("--tree", type=Path, default=Path(__file__).resolve().parents[1])
     parser.add_argument("--mutants", type=Path, help="a list made before, by `list FILE`")
     parser.add_argument("--only", default="", help="numbers, as 3,7,20-29")
     parser.add_argument("--folders", default="", help="run the tests of these folders only")
