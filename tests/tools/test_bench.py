@@ -309,7 +309,8 @@ def test_a_rehearsal_without_a_gpu(tmp_path):
 
     def script(*arguments):
         command = ["bash", str(ROOT / "bench" / "gpu.sh"), "right", *arguments]
-        env = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path)}
+        env = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
+        env["FASTPAR_PROOFS"] = str(tmp_path / "proofs")
         return subprocess.run(command, env=env, capture_output=True, text=True)
 
     if not torch.cuda.is_available():
@@ -319,7 +320,7 @@ def test_a_rehearsal_without_a_gpu(tmp_path):
     only = [word for kind in KINDS for word in ("--only", kind)]
     done = script("--device", "cpu", "--quick", "--limit", "1400", *only)
     assert done.returncode == 1
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((tmp_path / "out/report.json").read_text())
     bad = {r["cell"]: r for r in report["cells"] if r["status"] != "ok"}
     assert {name: row["status"] for name, row in bad.items()} == {
         "demo hangs": "timeout", "demo ends by a signal": "crash",
@@ -328,6 +329,10 @@ def test_a_rehearsal_without_a_gpu(tmp_path):
     assert len(report["cells"]) >= len(KINDS) + 3
     assert "gpu_checks.py" in bad["demo hangs"]["stderr"]  # where it hung
     assert bad["demo ends by a signal"]["signal"] == signal.SIGSEGV
-    page = (tmp_path / "report.txt").read_text()
+    page = (tmp_path / "out/report.txt").read_text()
     assert "WRONG    demo is wrong: AssertionError: error of dq is 3e-2" in page
-    assert {p.name for p in tmp_path.iterdir()} == {"report.json", "report.txt", "logs.tar.gz"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "report.json",
+        "report.txt",
+        "logs.tar.gz",
+    }

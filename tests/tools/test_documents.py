@@ -64,7 +64,7 @@ def folder(tmp_path_factory):
     (here / "my_texts").mkdir()
     (here / "my_texts" / "a.txt").write_text("In the beginning was the word.\n\n" * 4000)
     (here / "nanogpt" / "out").mkdir(parents=True)
-    write(here / "nanogpt" / "out" / "ckpt.pt", args={**ARGS, "vocab_size": 4096})
+    write(here / "nanogpt" / "out" / "ckpt.pt", args={**ARGS, "vocab_size": 50304})
     data = here / "nanogpt" / "data" / "shakespeare_char"
     data.mkdir(parents=True)
     letters = [chr(65 + i) for i in range(40)]
