@@ -31,11 +31,11 @@ EMULATED = @echo "== set-up: csrc/ with its CUDA kernels compiled for the CPU"; 
 train: $(VENV)/train.done  ## train GPT-2 on the text that ships with a dependency, two ranks, 5 to 8 minutes on two cores
 	$(BIN)/fastpar train --nproc 2 $(RECIPE) $(ARGS)
 
-test: $(VENV)/dev.done  ## the default tests, 8 to 13 minutes on two cores; FOLDER=engine: only tests/engine
+test: $(VENV)/dev.done  ## the default tests, 7 to 10 minutes on two cores; FOLDER=engine: only tests/engine
 	$(EMULATED)
 	$(BIN)/python -m pytest $(WORKERS) $(addprefix tests/,$(FOLDER)) $(ARGS)
 
-test-slow: $(VENV)/dev.done  ## the slow tests, about two hours; FOLDER=engine: less than 25 minutes
+test-slow: $(VENV)/dev.done  ## the slow tests, an hour on two cores; FOLDER=engine: less than 15 minutes
 	$(EMULATED)
 	$(BIN)/python -m pytest $(WORKERS) -m slow $(addprefix tests/,$(FOLDER)) $(ARGS)
 

@@ -328,7 +328,7 @@ def test_what_documents_and_comments_name_exists():
         if path.is_relative_to(ROOT / "tests") and path.suffix == ".py":
             tests |= {path.stem, *re.findall(r"def (test_\w+)", path.read_text())}
     for path, text in texts.items():
-        named = {n for n in NAMED_FILE.findall(text) if n.lstrip("./") not in ends}
+        named = {n for n in NAMED_FILE.findall(text) if not {n, n.lstrip("./")} & ends}
         named = {n for n in named if not (path.parent / n).exists()}
         named |= {n for n in NAMED_FOLDER.findall(text) if not (ROOT / n).exists()}
         named |= {n for n in NAMED_MODULE.findall(text) if not is_module_or_name(n)}
