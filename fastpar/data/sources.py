@@ -619,7 +619,12 @@ def tokenized(
     key = corpus.key(tokenizer)
     readable = re.sub(r"[^A-Za-z0-9.-]+", "-", f"{source.name}-{Path(tokenizer).name}")[:60]
     entry = cache / f"{readable}-{key}"
-    with _locked(cache / f"{readable}-{key}.lock") as alone:
+
+    def waits() -> None:
+        if not entry.exists():
+            say(f"another rank or process tokenizes {source.name}; waiting for it", progress)
+
+    with _locked(cache / f"{readable}-{key}.lock", waits) as alone:
         if alone:
             for left in cache.glob(f".tmp-{key}-*"):  # leftovers of killed processes
                 shutil.rmtree(left, ignore_errors=True)
@@ -829,11 +834,16 @@ def _temporary(parent: Path, prefix: str) -> tempfile.TemporaryDirectory:
 
 
 @contextmanager
-def _locked(file: Path) -> Iterator[bool]:
-    """Hold a lock file; yields False if the file system has no locks (then the rename decides)."""
+def _locked(file: Path, waits: Callable[[], None]) -> Iterator[bool]:
+    """Hold a lock file, after waits() if another process has it; yields False if the file system
+    has no locks (then the rename decides)."""
     with file.open("w") as stream:
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waits()
+                fcntl.flock(stream, fcntl.LOCK_EX)
         except OSError:
             yield False
             return

@@ -562,6 +562,21 @@ def test_two_processes_at_first_use_tokenize_once(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2  # the entry and its lock
 
 
+def test_who_waits_for_another_to_tokenize_says_so(tmp_path, monkeypatch, capsys):
+    flock = fcntl.flock
+
+    def busy_at_first(stream, how):
+        if how & fcntl.LOCK_NB:
+            raise BlockingIOError
+        flock(stream, how)
+
+    monkeypatch.setattr(fcntl, "flock", busy_at_first)
+    for said in (1, 0):  # the second finds the entry
+        tokens_from(source_of(DOCUMENTS), cache=tmp_path, progress=True)
+        words = "fastpar: another rank or process tokenizes texts; waiting for it"
+        assert capsys.readouterr().err.count(words) == said
+
+
 def test_without_locks_the_first_rename_wins(tmp_path, monkeypatch):
     tokenize = sources._tokenize
 

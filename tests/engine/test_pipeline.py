@@ -136,7 +136,8 @@ def shared(first, second):
 COPIES = r"'h\.\d\.attn\.c_proj\.weight' is on stages {}, but only .*; keep"
 CUTS = [
     (lambda: torch.nn.Linear(2, 2), {}, r"pp=2 needs a model with pipeline_parts\(\), got Linear"),
-    (gpt, {"pp_split": [3, 1]}, r"2 numbers of layers that add up to 3, got pp_split=\[3, 1\]"),
+    *((gpt, {"pp_split": split}, "expected pp_split as 2 numbers of layers that add up to 3, got")
+      for split in ([3, 1], [1, 1, 1])),
     (gpt, {"schedule": "interleaved", "chunks": 3},
      "would have no layers, got pp=2 with 3 chunks for 3 layers; choose a smaller"),
     (mixed, {}, r"differ in dtype: wte.weight=torch.float32 and h.2.attn.c_attn.weight="),

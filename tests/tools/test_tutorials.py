@@ -56,7 +56,10 @@ assert type(optimizer).__module__ == "fastpar.optim.adamw"
 TINY = "--n-layer 2 --n-head 2 --n-embd 32 --block-size 32 --threads 1 --max-new-tokens 4"
 # Page -> the words of it that only say how large a run is, and what a test has in their places.
 SMALL = {
-    "train_your_text": [("--max-steps 400", f"--max-steps 20 {TINY}")],
+    "train_your_text": [
+        ("--max-steps 400", f"--max-steps 20 {TINY}"),
+        ("fastpar: training tokenizer bpe-4096 on my_texts\n", ""),  # said if rank 0 does it
+    ],
     "fine_tune_gpt2": [
         ("hf download openai-community/gpt2 --local-dir weights", "python make_weights.py"),
         ("--max-steps 60", "--max-steps 8 --threads 1 --num-samples 0"),

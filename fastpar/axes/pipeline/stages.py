@@ -141,7 +141,7 @@ def cut_stages(
     if split is None and costs is not None and n_stages <= len(names):
         split = cut(costs(), n_stages)
     counts = equal_split(n_layers, n_stages) if split is None else list(split)
-    if len(counts) != n_stages or min(counts) < 0 or sum(counts) != n_layers:
+    if len(counts) != n_stages or sum(counts) != n_layers:
         raise ValueError(
             f"parallelize: expected pp_split as {n_stages} numbers of layers that add up to "
             f"{n_layers}, got pp_split={counts}; drop it for equal stages"
