@@ -105,7 +105,6 @@ def make(counts, c, f, dtype=torch.float32):
     return *tensors, counts
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned")
 @sweep("bias", [True, False])
 @sweep(("c", "f", "dtype"), [(1, 1, torch.float32), (33, 47, torch.float32),

@@ -313,7 +313,7 @@ def test_what_wins_where(capsys):
     line = " ".join(plan.flags(found, winner.setup))
     assert ("--offload optimizer" in line, "--chunks" in line) == (True, False)
     fits = plan.make_plan(PlanCommand(model="gpt2", gpus=1, gpu="h100"))
-    assert all(e.setup.offload is None for e in fits.estimates)
+    assert {(e.setup.offload, e.setup.zero_stage) for e in fits.estimates} == {(None, 0)}
 
 
 BAD = [
