@@ -227,8 +227,7 @@ def test_a_limit_in_the_middle_of_a_save(tmp_path, nbytes):
 
 
 def test_a_file_system_that_flushes_no_folders(tmp_path, monkeypatch):
-    """CIFS and FUSE say so in these words; names are as safe there as they can be. A file must be
-    flushed, and a disk's own error counts for folders, too."""
+    """CIFS and FUSE say so in these words. A file must be flushed; a disk's own error counts."""
     fsync, numbers = os.fsync, (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS)
     wrong = (errno.EINVAL, False), (errno.EIO, True)
     for number, folders in (*((number, True) for number in numbers), *wrong):

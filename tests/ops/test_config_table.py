@@ -20,11 +20,7 @@ def test_files_are_as_write_makes_them_and_candidates_possible(name):
     for key, config in table.load(table.path).items():
         found = table.candidates(*key)
         assert len(set(found)) == len(found) > 1
-        for each in (config, *found):
-            numbers = [n for n in each if not isinstance(n, str)]
-            assert all(type(n) is int and 0 <= n <= 8192 for n in numbers)
-            assert getattr(each, "num_warps", 1) in (1, 2, 4, 8)
-            assert getattr(each, "load", "ptr") in (("ptr", "tma") if key[0] == 90 else ("ptr",))
+        assert all(getattr(each, "num_warps", 1) in (1, 2, 4, 8) for each in (config, *found))
 
 
 @sweep(
