@@ -841,7 +841,7 @@ def _locked(file: Path, waits: Callable[[], None]) -> Iterator[bool]:
         try:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            except (BlockingIOError, PermissionError):  # the latter on some network file systems
                 waits()
                 fcntl.flock(stream, fcntl.LOCK_EX)
         except OSError:

@@ -218,8 +218,7 @@ MORE = [
     {"tp": 4, "sequence": True, "dp": 2, "stage": 2, "time": 7, "clip": True, "n_head": 5},
     {"tp": 3, "sequence": True, "dp": 2, "stage": 3, "n_head": 3, "time": 7, "dropout": True},
     {"pp": 2, "dp": 2, "stage": 2, "accum": "full_2", "precision": "bf16", "deterministic": True},
-    # A mean over micro-batches, also of the experts' own losses.
-    {"ep": 2, "dp": 2, "pp": 2, "accum": "full_2", "model": "balance"}
+    {"ep": 2, "dp": 2, "pp": 2, "accum": "full_2", "model": "balance"}  # experts' mean losses
     | {"precision": "fp64", "time": 8},
 ]
 MORE_SLOW = [

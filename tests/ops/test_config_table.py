@@ -1,5 +1,4 @@
-"""Tables of tuning choices: what ships is possible; an entry is changed by writing, and tried
-without."""
+"""Tables of tuning choices: what ships is possible; writing changes an entry, trying does not."""
 
 import json
 
@@ -10,6 +9,9 @@ from fastpar.kernels.attention import plans
 from fastpar.kernels.attention.plans import TABLE, Config, candidates, get_config
 from fastpar.kernels.config_table import TABLES, render
 
+POSSIBLE = {"num_warps": (1, 2, 4, 8), "num_stages": range(1, 6), "registers": (64, 128)}
+POSSIBLE |= dict.fromkeys(("block_q", "block_k"), (16, 32, 64, 128, 256))
+POSSIBLE |= {"fwd_values": range(8, 65), "bwd_values": range(8, 25), "megabytes": range(1, 1025)}
 PLACE, TRIED = ("fwd", 64, "plain"), Config(32, 32, 4, 1, "tma")
 
 
@@ -20,7 +22,8 @@ def test_files_are_as_write_makes_them_and_candidates_possible(name):
     for key, config in table.load(table.path).items():
         found = table.candidates(*key)
         assert len(set(found)) == len(found) > 1
-        assert all(getattr(each, "num_warps", 1) in (1, 2, 4, 8) for each in (config, *found))
+        for field, values in POSSIBLE.items():
+            assert all(getattr(each, field, values[0]) in values for each in (config, *found))
 
 
 @sweep(
