@@ -7,13 +7,17 @@ pack: on a machine without a GPU, compiles for sm_90 what these launch.
 
 import argparse
 import contextlib
+import cProfile
 import gc
 import importlib
+import itertools
 import json
 import os
+import pstats
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -46,7 +50,7 @@ from fastpar.files.runs import list_checkpoints
 from fastpar.kernels import backend
 from fastpar.kernels.attention import peers as attention_peers
 from fastpar.kernels.cases import OpCase, attention_case, experts, orthogonal_case, proof_cases
-from fastpar.kernels.choice import OWN, Case, trying
+from fastpar.kernels.choice import OWN, STOCK, Case, trying
 from fastpar.predict.machine import Ceilings, measure_ceilings
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.model import GPTConfig
@@ -218,7 +222,7 @@ def check_orthogonal() -> Found:
 
 
 CELLS["right"] += [
-    *(Cell(f"{op} {size}".removesuffix(" 0"), partial(check_op, op, size, n), 40)
+    *(Cell(f"{op} {size}".removesuffix(" 0"), partial(check_op, op, size, n), 60)
       for op, size, n in LISTED),
     *(Cell(f"attention {D} {what}", partial(check_attention, D, what), 40)
       for D in (64, 128) for what in WHO),
@@ -288,12 +292,15 @@ def patched_gpt2() -> Found:
     return within_twice(gradients)
 
 
-TINY = {
+TINY: Found = {
     "tokenizer": "ids", "model": "micro", "n_layer": 2, "n_head": 4, "n_embd": 256, "lr": 1e-3,
     "block_size": 128, "batch_size": 8, "micro_batch_size": 4, "max_steps": 12, "eval_every": 6,
     "eval_batches": 2, "save_every": 6, "keep_last": 0, "num_samples": 0, "logger": "none",
     "dropout": 0.1,
 }  # fmt: skip
+
+
+TINY_GPT = GPTConfig(2, 4, 256, block_size=128, vocab_size=1000)
 
 
 def write_ids(folder: str, vocab_size: int = 1000) -> None:
@@ -340,6 +347,15 @@ def resumed(base: Found) -> Found:
         again = losses_of(folder, "b", **base, resume=True)
     assert whole == again, f"resumed at other losses: {whole} {again}"
     return {"shown": f"the same losses after a resume, {whole[0]:.3f} to {whole[-1]:.3f}"}
+
+
+@cell("right", "first run", limit_s=60, alone=True)
+def first_run() -> Found:
+    """Compiles and proves the kernels of TINY, which later cells find."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_ids(folder)
+        losses = losses_of(folder, "a")
+    return {"shown": f"loss {losses[0]:.3f} to {losses[-1]:.3f}"}
 
 
 ON_HOST = {"offload_activations": True, "activation_checkpointing": "full"}
@@ -672,6 +688,94 @@ def small_batches() -> Found:
     return {**found, "lines": [*found["shown"].split(", B"), *lines]}
 
 
+def timed_step(variant: Variant, parts: dict[str, list[float]], x: Tensor, y: Tensor) -> None:
+    """One step; ms of the host in its parts."""
+    at = [time.perf_counter()]
+    loss = variant._loss(x, y)
+    at.append(time.perf_counter())
+    loss.backward()
+    at.append(time.perf_counter())
+    if variant.spec.kind == "stock":
+        torch.nn.utils.clip_grad_norm_(variant.module.parameters(), 1.0)
+    variant.optimizer.step()
+    variant.optimizer.zero_grad()
+    at.append(time.perf_counter())
+    synchronize(RUN.device)
+    at.append(time.perf_counter())
+    for name, (start, end) in zip(parts, itertools.pairwise(at)):
+        parts[name].append((end - start) * 1e3)
+
+
+def host_of(kind: str) -> list[str]:
+    """Parts of a step of 124M at B = 4, and the functions that take the host's time."""
+    config = SMALL if RUN.quick else GPT2
+    variant = Variant(Spec(kind, config, 4, device=RUN.device))
+    variant.steps(6)
+    batch = variant._batch(0)
+    parts: dict[str, list[float]] = {n: [] for n in ("forward", "backward", "optimizer", "waits")}
+    profile = cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False):  # backward in this thread
+        for _ in range(10):
+            timed_step(variant, parts, *batch)
+        lines = [", ".join(f"{n} {statistics.median(ms):.2f} ms" for n, ms in parts.items())]
+        profile.enable()
+        for _ in range(5):
+            timed_step(variant, parts, *batch)
+        profile.disable()
+    stats: Any = pstats.Stats(profile)
+    calls = sorted(stats.stats.items(), key=lambda item: -item[1][2])[:45]
+    for (file, line, function), (_, count, own, total, _) in calls:
+        where = f"{Path(file).parent.name}/{Path(file).name}:{line} {function}"[-80:]
+        ms = f"{own * 200:.3f} ms, {total * 200:.3f} with what it calls"
+        lines.append(f"  {count / 5:.0f} x {where}: {ms}")
+    return lines
+
+
+@cell("fast", "host of a step", limit_s=60, alone=True)
+def host_of_a_step() -> Found:
+    lines = [f"eager: {host_of('stock')[0]}"]
+    note(lines=lines)
+    gc.collect()
+    lines += [f"{'' if line[0] == ' ' else 'fastpar: '}{line}" for line in host_of("fastpar")]
+    note(lines=lines)
+    gc.collect()
+    before, backend.choice = backend.choice, "torch"
+    lines.append(f"fastpar with stock ops: {host_of('fastpar')[0]}")
+    backend.choice = before
+    return {"lines": lines, "shown": f"{lines[0]}; {lines[1]}"}
+
+
+def host_us_of(case: Case, what: str, few: OpCase) -> list[float]:
+    """us of the host until forward and backward return."""
+    clock = clock_for(RUN.device)
+    inputs = list(few.inputs(case.dtype, case.device).values())
+    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    fn: Any = few.fn if what == OWN else few.stock or few.eager
+    with trying(case.op, what):
+        found = [clock.host_us(lambda: fn(*inputs)) or 0.0]
+        outputs = fn(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        smooth = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
+        if smooth:
+            grads = [torch.ones_like(x) for x in smooth]
+            how: Any = {"retain_graph": True, "allow_unused": True}
+            backward = partial(torch.autograd.grad, smooth, leaves, grads, **how)
+            found.append(clock.host_us(backward) or 0.0)
+    return found
+
+
+@cell("fast", "host of ops", limit_s=60, alone=True)
+def host_of_ops() -> Found:
+    lines: list[str] = []
+    for case in doctor.cases_of_model(RUN.device, dtype_here(), SMALL if RUN.quick else GPT2):
+        few = proof_cases(case.op, case.size, RUN.device, 512)[0]
+        own, stock = (host_us_of(case, what, few) for what in (OWN, STOCK))
+        text = ", ".join(f"{a:.0f} (stock {b:.0f})" for a, b in zip(own, stock, strict=False))
+        lines.append(f"{case}, 512 rows: {text} us")
+        note(lines=lines)
+    return {"shown": f"{len(lines)} ops", "lines": lines}
+
+
 @cell("fast", "fp8 steps", limit_s=60, alone=True, on_cpu=False)
 def fp8_steps() -> Found:
     at: Found = {"batch_size": 32, "micro_batch_size": 32}
@@ -679,7 +783,7 @@ def fp8_steps() -> Found:
     return trainers({"bf16": at, **table, "fp8 tensor, weight gradients too": {**at, **IN_FP8}}, 10)
 
 
-@cell("fast", "1.5B", limit_s=120, alone=True)
+@cell("fast", "1.5B", limit_s=150, alone=True)
 def one_and_a_half_b() -> Found:
     """One variant after another: both together do not fit."""
     lines = [line for n in ("eager", "fastpar") for line in in_turns("1.5B", 4, n)["lines"]]
@@ -724,6 +828,8 @@ def pack() -> int:
     cases = [Case("cuda", op, dtype, size) for op, size, _ in LISTED for dtype in (*HALF, WIDE)]
     cases += [Case("cuda", "attention", dtype, D) for D in (64, 128) for dtype in HALF]
     cases += doctor.cases_of_model("cuda", HALF[0], GPT2, fp8=True)
+    for dtype in HALF:
+        cases += doctor.cases_of_model("cuda", dtype, TINY_GPT, fp8=True)
     print("\n".join(warm(list(dict.fromkeys(cases)), (90, 132))))
     return 0
 
