@@ -50,7 +50,7 @@ from fastpar.files.runs import list_checkpoints
 from fastpar.kernels import backend
 from fastpar.kernels.attention import peers as attention_peers
 from fastpar.kernels.cases import OpCase, attention_case, experts, orthogonal_case, proof_cases
-from fastpar.kernels.choice import OWN, STOCK, Case, trying
+from fastpar.kernels.choice import OWN, Case, trying
 from fastpar.predict.machine import Ceilings, measure_ceilings
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.model import GPTConfig
@@ -743,37 +743,6 @@ def host_of_a_step() -> Found:
     lines.append(f"fastpar with stock ops: {host_of('fastpar')[0]}")
     backend.choice = before
     return {"lines": lines, "shown": f"{lines[0]}; {lines[1]}"}
-
-
-def host_us_of(case: Case, what: str, few: OpCase) -> list[float]:
-    """us of the host until forward and backward return."""
-    clock = clock_for(RUN.device)
-    inputs = list(few.inputs(case.dtype, case.device).values())
-    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-    fn: Any = few.fn if what == OWN else few.stock or few.eager
-    with trying(case.op, what):
-        found = [clock.host_us(lambda: fn(*inputs)) or 0.0]
-        outputs = fn(*inputs)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        smooth = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
-        if smooth:
-            grads = [torch.ones_like(x) for x in smooth]
-            how: Any = {"retain_graph": True, "allow_unused": True}
-            backward = partial(torch.autograd.grad, smooth, leaves, grads, **how)
-            found.append(clock.host_us(backward) or 0.0)
-    return found
-
-
-@cell("fast", "host of ops", limit_s=60, alone=True)
-def host_of_ops() -> Found:
-    lines: list[str] = []
-    for case in doctor.cases_of_model(RUN.device, dtype_here(), SMALL if RUN.quick else GPT2):
-        few = proof_cases(case.op, case.size, RUN.device, 512)[0]
-        own, stock = (host_us_of(case, what, few) for what in (OWN, STOCK))
-        text = ", ".join(f"{a:.0f} (stock {b:.0f})" for a, b in zip(own, stock, strict=False))
-        lines.append(f"{case}, 512 rows: {text} us")
-        note(lines=lines)
-    return {"shown": f"{len(lines)} ops", "lines": lines}
 
 
 @cell("fast", "fp8 steps", limit_s=60, alone=True, on_cpu=False)

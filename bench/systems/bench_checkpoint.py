@@ -5,7 +5,8 @@ Contenders take turns; each turn saves, saves asynchronously while it trains on,
 saved: from the page cache, where all files are, and after the system was asked to forget them.
 fastpar hashes every byte that it saves, and compares it when it loads (XXH3); the others do not.
 
-    save                 until committed and on the disk; "torch.save" is not flushed
+    save                 until committed and on the disk; "torch.save" is not flushed; "the disk" is
+                         as many bytes, written and flushed in large pieces, by all ranks at once
     pause of a save      of an asynchronous one, until training goes on; beside it the whole save
     step during a save   of training, while the asynchronous save is written; and undisturbed
     load, load from disk
@@ -56,6 +57,7 @@ from fastpar.files.runs import list_checkpoints
 from fastpar.settings.model import GPTConfig
 
 OWN, FLUSHED, UNFLUSHED, DCP = "fastpar", "torch.save, flushed", "torch.save", "torch DCP"
+DISK, PIECE_BYTES = "the disk", 16 << 20
 TIME_LIMIT_S = {"cpu": 1200, "cuda": 10}
 CONFIG = GPTConfig(12, 12, 768, 256, 50304, dropout=0.0)
 QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
@@ -125,7 +127,21 @@ class Rank(steps.Rank):
             return self._measure(lambda: self._settle(self.saver.save(self.count, {})))
         if way == DCP:
             return self._measure(lambda: dcp().save(self._state(), **self._writer()))
+        if way == DISK:
+            path = self.folder / f"disk-{self.rank}"
+            found = self._measure(lambda: self._write(path))
+            path.unlink()
+            return found
         return self._measure(lambda: self._torch_save(flushed=way == FLUSHED))
+
+    def _write(self, path: Path) -> None:
+        """This rank's part of as many bytes as the tensors have."""
+        piece = os.urandom(PIECE_BYTES)
+        left = bytes_of(self.trial.config) // self.trial.ranks
+        with open(path, "wb", buffering=0) as file:
+            while left > 0:
+                left -= file.write(piece[:left])
+            os.fsync(file.fileno())
 
     def begin(self, way: str) -> dict[str, float]:
         """Start an asynchronous save: ms until training goes on."""
@@ -256,6 +272,11 @@ class Rank(steps.Rank):
         self._barrier()
 
 
+def bytes_of(config: GPTConfig) -> int:
+    """Of fp32 weights and two moments."""
+    return 3 * 4 * sum(shape.numel() for shape in shapes_of(config))
+
+
 def dcp() -> Any:
     """torch's distributed checkpoints; slow to import."""
     return importlib.import_module("torch.distributed.checkpoint")
@@ -333,6 +354,7 @@ def measure(case: Case, config: GPTConfig, rounds: int, folder: str) -> Samples:
                     turn(own if way == OWN else torchs, way, found)
                 except RankFailed as error:
                     found.refused[way] = str(error)
+            found.add("save", DISK, torchs.ask("save", DISK))
     return found
 
 
@@ -368,5 +390,4 @@ def run(bench: Bench) -> None:
         SCRATCH.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=SCRATCH, ignore_cleanup_errors=True) as folder:
             found = measure(case, config, 1 if bench.quick else ROUNDS, folder)
-        nbytes = 3 * 4 * sum(shape.numel() for shape in shapes_of(config))
-        bench.add(*rows_of(bench, f"{size}, {case.title}", case, found, nbytes))
+        bench.add(*rows_of(bench, f"{size}, {case.title}", case, found, bytes_of(config)))

@@ -314,6 +314,7 @@ class BucketState:
     Attributes:
         params: its parameters, in the order of the layout's slots.
         flat: [P] parameters; without memory while a bucket of stage 3 is freed.
+        casts: whether gradients have another dtype than the parameters.
         shard: [S] this rank's shard of the newest parameters.
         stepped: [S] what an optimizer changes: shard, or its counterpart on the host.
         live: whether the parameters are views of flat.
@@ -369,7 +370,7 @@ class BucketState:
         self._awaited = set(range(len(params)))  # positions without a gradient in this backward
         self.deterministic = settings.deterministic
         self.wire_dtype = settings.reduce_dtype or self.grad_dtype
-        self._main = self.grad_dtype != spec.dtype
+        self.casts = self.grad_dtype != spec.dtype
         self.grad: Tensor | None = None
         if not stage.frees_gradients:
             self.grad = self._empty(groups.reduce, spec.numel, self.grad_dtype)
@@ -391,7 +392,7 @@ class BucketState:
         self._zeroed = set(range(len(params)))  # positions without a gradient on any rank
         self._began_empty = True  # whether the last backward began without gradients
         self.sources = None if sources is None else sources(self)
-        if self._main and not stage.shards:
+        if self.casts and not stage.shards:
             for p, view in zip(params, self.grad_views):
                 p.main_grad = view  # type: ignore[attr-defined]
 
@@ -547,7 +548,7 @@ class BucketState:
     def check_grad(self, position: int, grad: Tensor) -> None:
         """Refuse sparse gradients, and gradients with a graph."""
         name = self.name(position)
-        if grad.layout != torch.strided:
+        if grad.layout is not torch.strided:
             raise RuntimeError(
                 f"Engine: expected a dense gradient for parameter '{name}', got "
                 f"layout={grad.layout}; build the embedding with sparse=False"
@@ -615,18 +616,20 @@ class BucketState:
             self.sources.collect(position, first=position not in self.has)
         if grad is None:  # computed in place: gradients.py, Places
             return position in self.has and self.taken(position)
-        self.check_grad(position, grad)
-        self.open_grad()
+        if grad.layout is not torch.strided or grad.requires_grad:
+            self.check_grad(position, grad)
+        if self.grad is None or not self.has:
+            self.open_grad()
         view = self.grad_view(position)
-        if not self.stage.shards and not self._main:
+        if self.stage.shards or self.casts:
+            if grad.data_ptr() != view.data_ptr():
+                self.copies.copy(grad, view, add=self.unsent.inside or position in self.has)
+            p.grad = None
+        else:
             if grad.data_ptr() != view.data_ptr():
                 view.add_(grad) if given is not None and position in self.has else view.copy_(grad)
             if p.grad is not view:
                 p.grad = view
-        else:
-            if grad.data_ptr() != view.data_ptr():
-                self.copies.copy(grad, view, add=self.unsent.inside or position in self.has)
-            p.grad = None
         return self.taken(position)
 
     def grad_place(self, position: int) -> Tensor | None:
@@ -800,11 +803,11 @@ class BucketState:
         """Stage 0: give a parameter the gradient that other ranks have for it."""
         self.has.add(position)
         self.seen.add(position)
-        self.params[position].grad = None if self._main else self.grad_views[position]
+        self.params[position].grad = None if self.casts else self.grad_views[position]
 
     def grad_of(self, position: int) -> Tensor | None:
         """Stage 0: the gradient of a parameter, None if it has none."""
-        if not self._main:
+        if not self.casts:
             return self.params[position].grad
         return self.grad_views[position] if position in self.has else None
 
@@ -879,7 +882,7 @@ class BucketState:
         self.copies.make()
         everywhere = self.stage.shards and self.reduced is not None
         positions = range(len(self.params)) if everywhere else self.seen
-        self.marks.put(positions, hidden=hidden or self._main)
+        self.marks.put(positions, hidden=hidden or self.casts)
         self.remember()
         self._marked_version = self._version
 

@@ -392,21 +392,22 @@ class Places(NotCopied):
                 elif wide_here and p not in tied and n_bytes >= LEAST_WIDE_BYTES.get(kind, 0):
                     p.fastpar_wide_place = places
 
-    def __call__(self, weight: Tensor) -> tuple[Tensor, bool] | None:
+    def __call__(self, weight: Tensor, node: Any) -> tuple[Tensor, bool] | None:
         engine = None if self._engine is None else self._engine()
-        if engine is not None and engine.recorder is not None:
+        if engine is None:
+            return None
+        if engine.recorder is not None:
             return engine.recorder(weight)
-        if engine is None or (engine.paused and not engine.adds):
+        if engine.paused and not engine.adds:
             return None
         bucket, position = engine.shards.places[weight]
-        hooks, wide = weight._backward_hooks or {}, bucket.grad_dtype != bucket.spec.dtype
+        wide = bucket.casts
         if position in bucket.has and not (wide or engine.adds):
             return None  # take() will add; checked first, as later micro-batches come here often
-        if not _fires(weight) or not all(isinstance(hook, Hook) for hook in hooks.values()):
+        if not (_fires(weight, node) and _all_ours(weight._backward_hooks)):
             return None
         if engine.adds:
-            after: dict = weight._post_accumulate_grad_hooks or {}
-            ours = all(isinstance(hook, Hook) for hook in after.values())
+            ours = _all_ours(weight._post_accumulate_grad_hooks)
             return (bucket.grad_views[position], True) if ours else None
         if wide:  # also for the first gradient of a backward, before any hook ran
             engine.before_unit_backward()
@@ -428,6 +429,10 @@ class Places(NotCopied):
         return place.view_as(place), False  # autograd keeps it as p.grad if it is the only owner
 
 
+def _all_ours(hooks: dict | None) -> bool:
+    return not hooks or all(isinstance(hook, Hook) for hook in hooks.values())
+
+
 def _wide_place(bucket: BucketState, position: int) -> tuple[Tensor, bool]:
     """(memory for a gradient, whether the caller must add to it).
 
@@ -442,10 +447,11 @@ def _wide_place(bucket: BucketState, position: int) -> tuple[Tensor, bool]:
     return bucket.grad_view(position), add
 
 
-def _fires(weight: Tensor) -> bool:
-    """Whether this backward gives weight a .grad."""
+def _fires(weight: Tensor, node: Any) -> bool:
+    """Whether this backward gives weight a .grad; node: that accumulates it, None: unknown."""
     try:
-        accumulate = torch.autograd.graph.get_gradient_edge(weight).node
-        return torch._C._will_engine_execute_node(accumulate)
+        if node is None:
+            node = torch.autograd.graph.get_gradient_edge(weight).node
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch.autograd.grad of a leaf
         return False

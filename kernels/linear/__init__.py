@@ -50,7 +50,7 @@ _WIDE = 768
 def use_gemm(x: Tensor, m: int, n: int, k: int, *, turned: bool = False) -> bool:
     """Whether an [M, K] @ [K, N] product of tensors like x is our own; turned: the columns of the
     left matrix are contiguous, as in a weight's gradient."""
-    if x.device.type != "cpu" or m * n * k < _OURS_FROM or backend.choice == "torch":
+    if not x.is_cpu or m * n * k < _OURS_FROM or backend.choice == "torch":
         return False
     if x.dtype != torch.bfloat16:
         return has_gemm and x.dtype == torch.float32
@@ -60,7 +60,7 @@ def use_gemm(x: Tensor, m: int, n: int, k: int, *, turned: bool = False) -> bool
 
 
 def _use_gemm_for(a: Tensor, b: Tensor) -> bool:
-    return use_gemm(a, a.shape[0], b.shape[1], a.shape[1], turned=a.stride(0) == 1)
+    return a.is_cpu and use_gemm(a, a.shape[0], b.shape[1], a.shape[1], turned=a.stride(0) == 1)
 
 
 def _gemm(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, accumulate: bool) -> None:
@@ -198,27 +198,29 @@ class _OwnBackward(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.queue, ctx.place, ctx.weight = queue, place, weight
         ctx.wide = queue is not None and use_wide(x)
-        return _at_once(x, weight, bias)
+        ctx.ours = _is_ours(x, weight)
+        return _linear(x, weight, bias) if ctx.ours else F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         need_dx, need_dweight, need_dbias = ctx.needs_input_grad[:3]
-        found = None
-        if ctx.queue is None and need_dweight and is_plain(dy) and not torch.is_grad_enabled():
-            found = ctx.place(ctx.weight)
-        needed = (need_dx, need_dweight and ctx.queue is None and found is None, need_dbias)
-        if _is_ours(x, weight):  # the call may be one that only the op supports: batches of dy
-            refuse_double_backward("linear")
-            grads = _linear_bwd(dy, x, weight, *needed)
-        else:
-            grads = linear_bwd(dy, x, weight, *needed)
-        dx, dweight, dbias = (grad if need else None for grad, need in zip(grads, needed))
-        if ctx.queue is None and found is None:
-            return dx, dweight, dbias, None, None
+        queue, found = ctx.queue, None
+        if queue is None and need_dweight and is_plain(dy) and not torch.is_grad_enabled():
+            found = ctx.place(ctx.weight, ctx.next_functions[1][0])
+        now = need_dweight and queue is None and found is None
         rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-        if ctx.queue is not None:
-            ctx.queue.later(ctx.weight, _product_later(rows.t(), x_rows, ctx.wide))
+        if ctx.ours:  # the call may be one that only the op supports: batches of dy
+            refuse_double_backward("linear")
+            needed = need_dx, now, need_dbias
+            grads = _linear_bwd(dy, x, weight, *needed)
+            dx, dweight, dbias = (grad if need else None for grad, need in zip(grads, needed))
+        else:
+            dx = matmul(rows, weight).view(x.shape) if need_dx else None
+            dweight = matmul(rows.t(), x_rows) if now else None
+            dbias = rows.sum(0) if need_dbias else None
+        if queue is not None:
+            queue.later(ctx.weight, _product_later(rows.t(), x_rows, ctx.wide))
         elif found is not None:
             out, add = found
             if out.dtype != weight.dtype:
@@ -228,6 +230,10 @@ class _OwnBackward(torch.autograd.Function):
             else:
                 dweight = matmul(rows.t(), x_rows, out=out)
         return dx, dweight, dbias, None, None
+
+
+# Without Function.apply's checks for transforms, which place_for has made.
+_own_backward = super(torch.autograd.Function, _OwnBackward).apply
 
 
 def _product_later(a: Tensor, b: Tensor, wide: bool) -> Callable[[Tensor | None], Tensor]:
@@ -257,30 +263,30 @@ def linear(
     Deterministic: yes, bitwise; our own products for any number of threads.
     Oracle: fastpar.kernels.reference.linear_ref
     """
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+    shape = weight.shape
+    if len(shape) != 2 or x.dim() < 1 or x.shape[-1] != shape[1]:
         raise ValueError(
             f"linear: expected x [..., C] and weight [F, C], got x={list(x.shape)} "
-            f"weight={list(weight.shape)}; pass the weight as F.linear takes it"
+            f"weight={list(shape)}; pass the weight as F.linear takes it"
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if bias is not None and bias.shape != shape[:1]:
         raise ValueError(
             f"linear: expected bias [F] with weight [F, C], got bias={list(bias.shape)} "
-            f"weight={list(weight.shape)}; pass one bias for each row of weight"
+            f"weight={list(shape)}; pass one bias for each row of weight"
         )
     if fp8 is not None:
         return fp8.linear(x, weight, bias)
-    queue, place = queue_for(weight), place_for(weight)
-    if place is None and queue is None and use_wide(x):
+    queue = queue_for(weight)
+    if queue is not None:
+        return _OwnBackward.apply(x, weight, bias, queue, None)
+    place = place_for(weight)
+    if place is None and use_wide(x):
         place = place_for(weight, "fastpar_wide_place")
-    if queue is not None or place is not None:
-        return _OwnBackward.apply(x, weight, bias, queue, place)
-    return _at_once(x, weight, bias)
+    if place is not None:
+        return _own_backward(x, weight, bias, None, place)
+    return _linear(x, weight, bias) if _is_ours(x, weight) else F.linear(x, weight, bias)
 
 
 def _is_ours(x: Tensor, weight: Tensor) -> bool:
     """Whether the op runs, because some of its products are ours: at least dweight's."""
     return use_gemm(x, x.numel() // max(1, x.shape[-1]), *weight.shape, turned=True)
-
-
-def _at_once(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _linear(x, weight, bias) if _is_ours(x, weight) else F.linear(x, weight, bias)

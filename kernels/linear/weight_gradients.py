@@ -9,8 +9,9 @@ are kept. The bits are those of an undivided backward. A layer reads the current
 forward runs, and keeps it for its backward, which autograd may run in another thread.
 
 [Note: places] In an undivided backward the product is written directly to where the gradient is
-kept, if such memory is offered: weight.fastpar_place is a function of the weight that returns the
-memory and whether to add the product to it; or None, and the gradient takes the usual way. Memory
+kept, if such memory is offered: weight.fastpar_place is a function of the weight and of the node
+that accumulates its gradient (None: unknown), which returns the memory and whether to add the
+product to it; or None, and the gradient takes the usual way. Memory
 of the weight's dtype that holds nothing yet: autograd passes the gradient on as usual, hooks see
 it, and the provider of the memory finds it there instead of copying it; if it is added, autograd
 gets none. fp32 memory for a 16-bit weight is weight.fastpar_wide_place: the product, which is
@@ -67,21 +68,23 @@ def current_queue() -> WeightGradients | None:
 
 def queue_for(weight: Tensor) -> WeightGradients | None:
     """The queue for this weight's gradient, in a forward that runs here; None: not delayed."""
-    queue = current_queue()
+    queue: WeightGradients | None = getattr(_here, "queue", None)
     if queue is None or torch.is_autocast_enabled(weight.device.type):
         return None
     return queue if weight.requires_grad and weight in queue.params else None
 
 
-Place = Callable[[Tensor], tuple[Tensor, bool] | None]
+Place = Callable[..., tuple[Tensor, bool] | None]  # of (weight, its node of autograd, if known)
 
 
 def place_for(weight: Tensor, name: str = "fastpar_place") -> Place | None:
     """The provider of memory for this weight's gradient, in a current forward; None: none."""
-    if torch.compiler.is_compiling() or not (weight.requires_grad and torch.is_grad_enabled()):
+    if torch.compiler.is_compiling():
         return None
     place: Place | None = getattr(weight, name, None)
-    if place is None or in_transform() or forward_ad._current_level >= 0:
+    if place is None or not (weight.requires_grad and torch.is_grad_enabled()):
+        return None
+    if in_transform() or forward_ad._current_level >= 0:
         return None
     return None if torch.is_autocast_enabled(weight.device.type) else place
 
@@ -92,4 +95,4 @@ def wide_room(weight: Tensor | None, grad: Tensor) -> tuple[Tensor, bool] | None
     place: Place | None = getattr(weight, "fastpar_wide_place", None)
     if weight is None or place is None or not (grad.is_cuda or backend.cuda_on_cpu):
         return None
-    return place(weight) if is_plain(grad) and not torch.is_grad_enabled() else None
+    return place(weight, None) if is_plain(grad) and not torch.is_grad_enabled() else None

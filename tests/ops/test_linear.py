@@ -165,7 +165,7 @@ def test_a_gradient_is_written_where_a_place_is_offered(products):
     inputs = x, weight, bias = make(5, 12, 7)
     expected = torch.autograd.grad(linear(*inputs).sum(), inputs)
     asked, place = [], torch.zeros_like(weight)
-    weight.fastpar_place = lambda w: asked.append(w) or (place.view_as(place), False)
+    weight.fastpar_place = lambda w, node: asked.append(w) or (place.view_as(place), False)
     found = torch.autograd.grad(linear(*inputs).sum(), inputs)
     assert all(map(torch.equal, found, expected))
     assert found[1].data_ptr() == place.data_ptr()
@@ -191,7 +191,7 @@ def test_a_gradient_is_written_where_a_place_is_offered(products):
         assert torch.func.grad(lambda w: linear(x, w, bias).sum())(weight).shape == weight.shape
         assert len(asked) == 2  # by the second backward, which makes no graph
     place.fill_(1.0)
-    weight.fastpar_place = lambda w: (place, True)  # it is added there
+    weight.fastpar_place = lambda w, node: (place, True)  # it is added there
     linear(*inputs).sum().backward()
     assert weight.grad is None
     torch.testing.assert_close(place, 1 + expected[1])
@@ -210,7 +210,7 @@ def test_a_wide_gradient_is_not_rounded_to_16_bits(dtype, monkeypatch):
     asked, place, dx, dbias = [], torch.zeros(32, 48), x.grad, bias.grad
     x.grad = weight.grad = bias.grad = None
 
-    def offer(w):
+    def offer(w, node):
         asked.append(w)
         return place, len(asked) > 1
 
@@ -222,7 +222,7 @@ def test_a_wide_gradient_is_not_rounded_to_16_bits(dtype, monkeypatch):
     assert asked == [weight, weight]
     assert torch.equal(x.grad, 2 * dx)
     assert torch.equal(bias.grad, 2 * dbias)
-    weight.fastpar_wide_place = lambda w: None
+    weight.fastpar_wide_place = lambda w, node: None
     linear(x, weight, bias).backward(dy)
     assert (weight.grad.double() - exact).abs().max() == rounded
 
