@@ -10,7 +10,6 @@ import contextlib
 import cProfile
 import gc
 import importlib
-import itertools
 import json
 import os
 import pstats
@@ -688,61 +687,35 @@ def small_batches() -> Found:
     return {**found, "lines": [*found["shown"].split(", B"), *lines]}
 
 
-def timed_step(variant: Variant, parts: dict[str, list[float]], x: Tensor, y: Tensor) -> None:
-    """One step; ms of the host in its parts."""
-    at = [time.perf_counter()]
-    loss = variant._loss(x, y)
-    at.append(time.perf_counter())
-    loss.backward()
-    at.append(time.perf_counter())
-    if variant.spec.kind == "stock":
-        torch.nn.utils.clip_grad_norm_(variant.module.parameters(), 1.0)
-    variant.optimizer.step()
-    variant.optimizer.zero_grad()
-    at.append(time.perf_counter())
-    synchronize(RUN.device)
-    at.append(time.perf_counter())
-    for name, (start, end) in zip(parts, itertools.pairwise(at)):
-        parts[name].append((end - start) * 1e3)
-
-
 def host_of(kind: str) -> list[str]:
-    """Parts of a step of 124M at B = 4, and the functions that take the host's time."""
-    config = SMALL if RUN.quick else GPT2
-    variant = Variant(Spec(kind, config, 4, device=RUN.device))
-    variant.steps(6)
-    batch = variant._batch(0)
-    parts: dict[str, list[float]] = {n: [] for n in ("forward", "backward", "optimizer", "waits")}
+    """A step of 124M at B = 4, where the host is the limit, and the functions that take longest."""
+    variant = Variant(Spec(kind, SMALL if RUN.quick else GPT2, 4, device=RUN.device))
     profile = cProfile.Profile()
     with torch.autograd.set_multithreading_enabled(False):  # backward in this thread
-        for _ in range(10):
-            timed_step(variant, parts, *batch)
-        lines = [", ".join(f"{n} {statistics.median(ms):.2f} ms" for n, ms in parts.items())]
-        profile.enable()
-        for _ in range(5):
-            timed_step(variant, parts, *batch)
-        profile.disable()
+        variant.steps(6)
+        lines = [f"{statistics.median(variant.steps(12)['ms']):.2f} ms a step"]
+        profile.runcall(variant.steps, 10)
     stats: Any = pstats.Stats(profile)
-    calls = sorted(stats.stats.items(), key=lambda item: -item[1][2])[:45]
-    for (file, line, function), (_, count, own, total, _) in calls:
-        where = f"{Path(file).parent.name}/{Path(file).name}:{line} {function}"[-80:]
-        ms = f"{own * 200:.3f} ms, {total * 200:.3f} with what it calls"
-        lines.append(f"  {count / 5:.0f} x {where}: {ms}")
+    functions = sorted(stats.stats.items(), key=lambda item: -item[1][2])[:45]
+    for (file, line, name), (_, count, own, total, _) in functions:
+        where = f"{Path(file).parent.name}/{Path(file).name}:{line} {name}"[-80:]
+        lines.append(f"  {count / 10:.0f} x {where}: {own * 100:.3f}, {total * 100:.3f} ms in all")
     return lines
 
 
 @cell("fast", "host of a step", limit_s=60, alone=True)
 def host_of_a_step() -> Found:
-    lines = [f"eager: {host_of('stock')[0]}"]
-    note(lines=lines)
-    gc.collect()
-    lines += [f"{'' if line[0] == ' ' else 'fastpar: '}{line}" for line in host_of("fastpar")]
-    note(lines=lines)
-    gc.collect()
-    before, backend.choice = backend.choice, "torch"
-    lines.append(f"fastpar with stock ops: {host_of('fastpar')[0]}")
-    backend.choice = before
-    return {"lines": lines, "shown": f"{lines[0]}; {lines[1]}"}
+    lines: list[str] = []
+    for name, kind, choice in (
+        ("eager", "stock", "auto"), ("stock ops", "fastpar", "torch"), ("own", "fastpar", "auto")
+    ):  # fmt: skip
+        before, backend.choice = backend.choice, choice
+        first, *functions = host_of(kind)
+        backend.choice = before
+        lines += [f"{name}: {first}", *functions * (name == "own")]
+        note(lines=lines)
+        gc.collect()
+    return {"lines": lines, "shown": "; ".join(lines[:3])}
 
 
 @cell("fast", "fp8 steps", limit_s=60, alone=True, on_cpu=False)

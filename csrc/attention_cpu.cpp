@@ -6,10 +6,9 @@
 // all of their keys at once: scores, softmax, product with the values. Scores of a block stay in
 // L2; a causal block skips the panels behind its last query, tile by tile.
 //
-// The products run on tiles of 32 columns held in registers: two vectors of 16 floats by 8 rows
-// with AVX-512, four vectors of 8 by 2 rows otherwise. Each element sums in the order of k with
-// separate multiply and add, so the width changes no bit (simd.h [Note: same bits on every
-// instruction set]).
+// The products run on tiles held in registers: 8 rows of two vectors with AVX-512, 4 of two or 2 of
+// four otherwise. Each element sums in the order of k, each step rounded once (multiply_add), so
+// the width changes no bit (simd.h [Note: same bits on every instruction set]).
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -33,7 +32,6 @@ template <int W>
 struct Simd {
   typedef float Vec __attribute__((vector_size(W * 4)));
   static constexpr int kVecs = kPanel / W;  // vectors of a panel's row
-  static constexpr int kRows = W == 16 ? 8 : W == 8 ? 2 : 1;
 
   static FASTPAR_INLINE Vec load(const float* p) {
     Vec x;
@@ -43,50 +41,77 @@ struct Simd {
   static FASTPAR_INLINE void store(float* p, const Vec& x) { std::memcpy(p, &x, sizeof(x)); }
 };
 
-// c[kRows, 32] (+)= a[kRows, k] b[k, 32]. Sums run in registers for kSum products and are then
-// added to c: shorter chains round less than one long one.
-template <int W>
+// a * b + c of floats, rounded once, without FMA: the product is exact in double. The sum is
+// rounded to odd (its last bit is set if it is not exact), after which rounding to float is as of
+// the exact sum. Source: Boldo, Melquiond 2008, "Emulation of a FMA and correctly rounded sums".
+inline float multiply_add_in_double(float a, float b, float c) {
+  const double product = static_cast<double>(a) * b, sum = product + c;
+  const double part = sum - product, error = (product - (sum - part)) + (c - part);
+  uint64_t bits = bit_cast<uint64_t>(sum);
+  const bool finite = (bits >> 52 & 0x7ff) != 0x7ff;
+  if (finite && error != 0.0 && (bits & 1) == 0) bits += (error > 0.0) == (sum > 0.0) ? 1 : -1;
+  return static_cast<float>(bit_cast<double>(bits));
+}
+
+// left * x + sum, rounded once, in vectors of W floats: with FMA from AVX2 (W = 8) on and on Arm.
+template <int W, class Vec>
+FASTPAR_INLINE Vec multiply_add(float left, const Vec& x, const Vec& sum) {
+  Vec result;
+  for (int i = 0; i < W; ++i) {
+    result[i] = W > 4 || !FASTPAR_X86 ? __builtin_fmaf(left, x[i], sum[i])
+                                      : multiply_add_in_double(left, x[i], sum[i]);
+  }
+  return result;
+}
+
+// c[Rows, Vecs * W] (+)= a[Rows, k] b[k, Vecs * W], summed in registers.
+template <int W, int Rows, int Vecs>
 FASTPAR_INLINE void multiply_tile(const float* a, int64_t a_row, int64_t a_k, const float* b,
                                   int64_t b_k, int64_t k, float* c, int64_t c_row, bool add) {
   using S = Simd<W>;
   using Vec = typename S::Vec;
-  for (int64_t first = 0; first < k; first += kSum) {
-    Vec sum[S::kRows][S::kVecs];
+  Vec sum[Rows][Vecs];
 #pragma GCC unroll 8
-    for (int r = 0; r < S::kRows; ++r) {
+  for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
-      for (int v = 0; v < S::kVecs; ++v) sum[r][v] = Vec{};
+    for (int v = 0; v < Vecs; ++v) sum[r][v] = Vec{};
+  }
+  for (int64_t i = 0; i < k; ++i) {
+    Vec right[Vecs];
+#pragma GCC unroll 8
+    for (int v = 0; v < Vecs; ++v) right[v] = S::load(b + i * b_k + v * W);
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+      const float left = a[r * a_row + i * a_k];
+#pragma GCC unroll 8
+      for (int v = 0; v < Vecs; ++v) sum[r][v] = multiply_add<W>(left, right[v], sum[r][v]);
     }
-    const int64_t last = std::min(k, first + kSum);
-    for (int64_t i = first; i < last; ++i) {
-      Vec right[S::kVecs];
+  }
 #pragma GCC unroll 8
-      for (int v = 0; v < S::kVecs; ++v) right[v] = S::load(b + i * b_k + v * W);
+  for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
-      for (int r = 0; r < S::kRows; ++r) {
-        const float left = a[r * a_row + i * a_k];
-#pragma GCC unroll 8
-        for (int v = 0; v < S::kVecs; ++v) sum[r][v] += left * right[v];
-      }
-    }
-    const bool more = add || first > 0;
-#pragma GCC unroll 8
-    for (int r = 0; r < S::kRows; ++r) {
-#pragma GCC unroll 8
-      for (int v = 0; v < S::kVecs; ++v) {
-        float* const to = c + r * c_row + v * W;
-        S::store(to, more ? S::load(to) + sum[r][v] : sum[r][v]);
-      }
+    for (int v = 0; v < Vecs; ++v) {
+      float* const to = c + r * c_row + v * W;
+      S::store(to, add ? S::load(to) + sum[r][v] : sum[r][v]);
     }
   }
 }
 
-// The same for kTile rows.
-template <int W>
+// The same for kTile rows and 32 columns. Sums of kSum products are added to c: shorter chains
+// round less than one long one. A tile of two vectors reads the least of a and b; one of four,
+// Short, the least of c, which counts where k is small.
+template <int W, bool Short = false>
 FASTPAR_INLINE void multiply(const float* a, int64_t a_row, int64_t a_k, const float* b,
                              int64_t b_k, int64_t k, float* c, int64_t c_row, bool add) {
-  for (int64_t r = 0; r < kTile; r += Simd<W>::kRows) {
-    multiply_tile<W>(a + r * a_row, a_row, a_k, b, b_k, k, c + r * c_row, c_row, add);
+  constexpr int kVecs = Short && W < 16 ? 4 : 2, kRows = W == 16 ? 8 : 8 / kVecs;
+  for (int64_t first = 0; first < k; first += kSum) {
+    for (int64_t p = 0; p < kPanel; p += kVecs * W) {
+      for (int64_t r = 0; r < kTile; r += kRows) {
+        multiply_tile<W, kRows, kVecs>(a + r * a_row + first * a_k, a_row, a_k, b + first * b_k + p,
+                                       b_k, std::min(kSum, k - first), c + r * c_row + p, c_row,
+                                       add || first > 0);
+      }
+    }
   }
 }
 
@@ -113,7 +138,7 @@ struct Document {
     d_pad = round_up(d, kPanel);
     k_pad = round_up(tk, kPanel);
     s_row = k_pad + 16;  // not a power of two, or rows would share a cache set
-    block = std::min<int64_t>(64, std::max<int64_t>(kTile, (1 << 15) / s_row / kTile * kTile));
+    block = std::clamp<int64_t>((1 << 15) / s_row / kTile * kTile, 32, 64);
     block = std::min(block, round_up(t, kTile));
   }
   int64_t stats(int64_t h) const { return stats_start + h * stats_head; }
@@ -294,8 +319,8 @@ FASTPAR_INLINE void add_queries(const Document& doc, int64_t q0, int64_t rows, c
   for (int64_t p = 0; p < doc.d_pad; p += kPanel) {
     for (int64_t j = 0; j < all; j += kTile) {
       const int64_t skip = doc.causal ? std::max<int64_t>(0, j - (doc.tk - doc.t) - q0) : 0;
-      multiply<W>(weights + skip * doc.s_row + j, 1, doc.s_row, right + skip * doc.d_pad + p,
-                  doc.d_pad, rows - skip, out + j * doc.d_pad + p, doc.d_pad, true);
+      multiply<W, true>(weights + skip * doc.s_row + j, 1, doc.s_row, right + skip * doc.d_pad + p,
+                        doc.d_pad, rows - skip, out + j * doc.d_pad + p, doc.d_pad, true);
     }
   }
 }

@@ -158,6 +158,7 @@ void bind_ops(py::module_& m) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   m.def("isa", &isa_name);
   m.def("isa_supported", &isa_supported);
+  m.def("has_fma", &has_fma);
   m.def("cpu_is_intel", &cpu_is_intel);
   m.def("set_isa", &set_isa);
   m.def("keep_freed_memory", &keep_freed_memory);

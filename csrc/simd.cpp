@@ -84,6 +84,8 @@ bool cpu_is_intel() {
 
 bool isa_supported(const std::string& name) { return supported(parse(name)); }
 
+bool has_fma() { return !FASTPAR_X86 || supported(Isa::avx2); }
+
 void set_isa(const std::string& name) {
   const Isa wanted = name == "auto" ? best() : parse(name);
   if (!supported(wanted)) {

@@ -5,8 +5,9 @@
 // for the baseline of the compiler's target, for AVX2 and for AVX-512. The compiler vectorizes each
 // copy. The build forbids contraction (-ffp-contract=off) and no kernel reassociates a sum, so the
 // same operations are rounded in the same order whatever the width, and so are a loop's tail and
-// its vector body. Sums use a fixed number of lanes (kLanes), not the machine's. The dispatch is
-// our own because GCC's target_clones("arch=haswell") does not pick AMD machines.
+// its vector body. Sums use a fixed number of lanes (kLanes), not the machine's. Attention's
+// products are fused, with the same bits on a CPU without FMA (multiply_add in attention_cpu.cpp).
+// The dispatch is our own because GCC's target_clones("arch=haswell") does not pick AMD machines.
 #pragma once
 
 #include <cstdint>
@@ -43,6 +44,8 @@ enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2, amx = 3 };
 Isa isa();
 std::string isa_name();
 bool isa_supported(const std::string& name);
+// Whether the machine multiplies and adds with one rounding; x86 does with AVX2.
+bool has_fma();
 bool cpu_is_intel();
 // name: auto | baseline | avx2 | avx512 | amx. Throws std::invalid_argument for an unknown name and
 // std::runtime_error for one that the machine does not support.

@@ -9,9 +9,10 @@ P and M are computed again, with the same bits. Statistics and accumulators are 
 
 On CUDA the kernels are those of triton.py. They keep the logarithm of a row's sum of exponentials,
 and o, because rowsum(dp * P) = rowsum(do * o). On CPU a compiled kernel reads strided q, k, v (or
-the packed projection) and writes their gradients in place. A head belongs to one thread, so every
-sum has one order for any number of threads. It keeps a row's largest score and the inverse of its
-sum, because the logarithm would add a rounding of its own size to P.
+the packed projection) and writes their gradients in place; a CPU without fused multiply-add (x86
+before AVX2) runs the composed form, because the kernel would have to imitate it. A head belongs to
+one thread, so every sum has one order for any number of threads. It keeps a row's largest score and
+the inverse of its sum, because the logarithm would add a rounding of its own size to P.
 
 [Note: causal] The mask is aligned to the last query and the last key: query i sees keys
 j <= i + Tk - T, as in FlashAttention since 2.1 (torch's is_causal aligns to the first). With
@@ -50,7 +51,7 @@ from torch import Tensor
 from fastpar.kernels import _C, philox
 from fastpar.kernels.attention import peers as attention_peers
 from fastpar.kernels.attention.peers import serving
-from fastpar.kernels.backend import triton_module, use_cpp, use_triton, wide
+from fastpar.kernels.backend import has_fma, triton_module, use_cpp, use_triton, wide
 from fastpar.kernels.config_table import ConfigTable
 from fastpar.kernels.op import check_float, define_autograd, define_op
 from fastpar.kernels.philox import Rng, check_rng, draw_key, quantize_p
@@ -321,7 +322,7 @@ def _attention_run(
     if not q.numel():
         return _fake(q, k, v, causal, scale, key, site_head, threshold, cu_seqlens)
     q, k, v = _split(q, k, v)
-    cpp = not triton and use_cpp(op, q)
+    cpp = not triton and has_fma and use_cpp(op, q)
     if (triton or cpp) and (peer := serving(op, q, k, v, causal, 0)):
         return attention_peers.forward(peer, q, k, v, causal, scale, base_2=triton)
     if triton:
@@ -382,7 +383,7 @@ def _fake(q, k, v, causal, scale, key, site_head, threshold, cu_seqlens, *_):
     if use_triton(op, q):
         stats = _stats_shape(q)
     else:
-        stats = (*_stats_shape(q), 2) if use_cpp(op, q) else (0,)
+        stats = (*_stats_shape(q), 2) if has_fma and use_cpp(op, q) else (0,)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     return o, torch.empty(stats, dtype=torch.float32, device=q.device)
 
@@ -558,7 +559,7 @@ def _run(
     scale = float(scale)
     if cu_seqlens is not None:
         _check_cu_seqlens(cu_seqlens, q.device)
-    own = triton or use_cpp(op, q)
+    own = triton or (has_fma and use_cpp(op, q))
     if not own:
         attention_peers.refuse_to_ignore(op, q)
     if threshold:

@@ -218,13 +218,12 @@ def test_what_a_gpu_lacks_is_refused(monkeypatch):
             attention_qkvpacked(on_fake_gpu(2, 5, 3, 4, D))
 
 
-# Composed of torch's functions, in blocks
-
-
 @sweep(("kilobytes", "queries", "causal"), [(1, 7, True), (20, 64, False), (50, 7, True)])
 def test_many_blocks(monkeypatch, kilobytes, queries, causal):
-    """One key head a block, some heads, all heads: the same attention and mask."""
-    monkeypatch.setattr(backend, "choice", "torch")
+    """Composed, as on a CPU without FMA: one key head a block, some heads, all heads."""
+    module = importlib.import_module("fastpar.kernels.attention")
+    monkeypatch.setattr(module, "has_fma", False)
+    monkeypatch.setattr(module, "_C", None)
     monkeypatch.setitem(BLOCK_BYTES, "cpu", kilobytes << 10)
     monkeypatch.setitem(BLOCK_QUERIES, "cpu", queries)
     check(attention_case(3, 50, 16, 4, "cpu", Hkv=2, p=0.3, causal=causal), torch.float32, "cpu")
