@@ -290,12 +290,14 @@ def roofline_table(rows: Sequence[Row]) -> Table:
     lines = []
     for case in (case for case in cases if not case.endswith(HALF)):
         both = [[r for r in own if r.case == name] for name in (case, f"{case}{HALF}")]
+        both = [some for some in both if some]  # bf16 was measured on some machines only
         parts = [[r for r in some if r.direction == "products"] for some in both]
         sums = [sum(r.median_ms or 0.0 for r in part) for part in parts]
         flops = sum(_flops(r) for r in parts[0])
 
         def line(name: str, ms: Sequence[float], flops: float, rows: Sequence[Row]) -> None:
             cells = [text for t in ms for text in (number(t), number(flops / t / 1e6))]
+            cells += [""] * (4 - len(cells))
             lines.append(Line([f"{case}: {name}", *cells], rows))  # noqa: B023
 
         for pair in zip(*parts):
@@ -305,7 +307,7 @@ def roofline_table(rows: Sequence[Row]) -> Table:
         line("**all products**", sums, flops, [row for part in parts for row in part])
         for name, variants in STEPS.items():
             steps = [r for some, v in zip(both, variants) for r in some if r.variant == v]
-            if len(steps) == 2:
+            if len(steps) == len(both):
                 ms = [row.median_ms or 0.0 for row in steps]
                 shares = ", ".join(f"{least / t:.0%}" for least, t in zip(sums, ms))
                 line(f"**step, {name}**; products are {shares}", ms, flops, steps)
