@@ -24,7 +24,7 @@ import torch
 from same_run import of_row, run
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMIT = "62a8b8899341188718b2a5c46e4e000e104ad178"
+COMMIT = "1ab14d2f3c8308b99b993791858a3934a64f9ca9"
 LAYOUTS: list[dict[str, Any]] = [
     {},
     {"dp": 2},
