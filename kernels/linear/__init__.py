@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _has_storage
 
 from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import has_bf16_gemm, has_gemm
@@ -232,7 +233,7 @@ class _OwnBackward(torch.autograd.Function):
         return dx, dweight, dbias, None, None
 
 
-# Without Function.apply's checks for transforms, which place_for has made.
+# Without Function.apply's checks for transforms, which place_for has made, and for their remains.
 _own_backward = super(torch.autograd.Function, _OwnBackward).apply
 
 
@@ -283,7 +284,8 @@ def linear(
     if place is None and use_wide(x):
         place = place_for(weight, "fastpar_wide_place")
     if place is not None:
-        return _own_backward(x, weight, bias, None, place)
+        apply = _own_backward if _has_storage(x) else _OwnBackward.apply
+        return apply(x, weight, bias, None, place)
     return _linear(x, weight, bias) if _is_ours(x, weight) else F.linear(x, weight, bias)
 
 
