@@ -299,7 +299,9 @@ TINY: Found = {
 }  # fmt: skip
 
 
-TINY_GPT = GPTConfig(2, 4, 256, block_size=128, vocab_size=1000)
+TINY_GPT = GPTConfig(
+    **{name: TINY[name] for name in ("n_layer", "n_head", "n_embd", "block_size")}, vocab_size=1000
+)
 
 
 def write_ids(folder: str, vocab_size: int = 1000) -> None:

@@ -218,6 +218,15 @@ def test_what_a_gpu_lacks_is_refused(monkeypatch):
             attention_qkvpacked(on_fake_gpu(2, 5, 3, 4, D))
 
 
+def test_products_are_rounded_once(isas):
+    """By way of double without care the score would be 1 + 2**-22."""
+    q, k = [1 + 2**-23, 2**-24 * (1 + 2**-20)], [1.0, 1 - 2**-20]
+    q, k = (torch.tensor(x, dtype=torch.float32, device="cpu").view(1, 1, 1, 2) for x in (q, k))
+    for name in isas():
+        _, stats = torch.ops.fastpar.attention(q, k, k, True, 1.0, None, 0, 0, None)
+        assert not backend.has_fma or stats.flatten()[0] == 1 + 2**-23, name
+
+
 @sweep(("kilobytes", "queries", "causal"), [(1, 7, True), (20, 64, False), (50, 7, True)])
 def test_many_blocks(monkeypatch, kilobytes, queries, causal):
     """Composed, as on a CPU without FMA: one key head a block, some heads, all heads."""
