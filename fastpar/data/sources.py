@@ -32,7 +32,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,8 @@ Document = bytes | memoryview
 SOURCES = "bible, stdlib, a file or folder of text, .jsonl, parquet or .bin tokens, or hf:NAME"
 _BLOCK_BYTES = 1 << 20
 _PIECE_CHARS = 1 << 16
+_AROUND_CHARS = 256  # on both sides of a cut, to see whether it changes the tokens
+_LEAD_CHARS = 16
 _HEADER_INTS = 256
 _NUMPY = b"\x93NUMPY"  # the first bytes of .npy files
 _SHARD_DTYPE: dict[tuple[int, int], np.dtype] = {
@@ -185,37 +187,109 @@ def open_source(
     )
 
 
-def pieces(document: Document, piece_chars: int = _PIECE_CHARS) -> Iterator[str]:
+class Piece(NamedTuple):
+    """A part of a document: its tokens are those of lead + text without the first n_lead ones.
+
+    A tokenizer may begin every text with a blank, so the lead is the text before the piece.
+    """
+
+    text: str
+    lead: str = ""
+    n_lead: int = 0
+
+
+def pieces(
+    document: Document, tokenizer: Tokenizer | None = None, piece_chars: int = _PIECE_CHARS
+) -> Iterator[Piece]:
     """The document as text in pieces of about piece_chars characters, with line ends as \\n.
 
-    A piece ends before a blank or line end that follows a visible character. GPT-2's
-    pre-tokenizer never joins characters across such a place, so the tokens of the pieces are the
-    tokens of the whole. Without such a place, a piece ends after 16 times the size.
+    A piece ends where the tokenizer encodes the text around this place as it encodes its two
+    parts: mostly before a blank or line end that follows a visible character, where GPT-2's
+    pre-tokenizer always ends a word. So the tokens of the pieces are the tokens of the whole.
+    Without such a place, a piece ends after 16 times the size: this may split a token, but must
+    not change what the tokens decode to.
+
+    Args:
+        tokenizer: None: the one to be trained, which is like GPT-2's.
+    Raises:
+        ValueError: there is no place at which this tokenizer's texts can be cut.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    carry = ""
+    around = 0 if tokenizer is None else _AROUND_CHARS
+    carry = Piece("")
+    held = ""  # a carriage return, whose line feed may follow
     for start in range(0, len(document), piece_chars):
-        carry += decoder.decode(bytes(document[start : start + piece_chars]))
-        cut = _last_cut(carry)
-        if not cut and len(carry) > 16 * piece_chars:
-            cut = len(carry) - 1 - carry.endswith("\r\n")  # do not split a line end
-        if start + piece_chars < len(document) and cut:
-            yield carry[:cut].replace("\r\n", "\n")
-            carry = carry[cut:]
-    carry += decoder.decode(b"", final=True)
-    if carry:
-        yield carry.replace("\r\n", "\n")
+        more = held + decoder.decode(bytes(document[start : start + piece_chars]))
+        held = "\r" * more.endswith("\r")
+        text = carry.text + more[: len(more) - len(held)].replace("\r\n", "\n")
+        carry = carry._replace(text=text)
+        if start + piece_chars >= len(document):
+            break
+        last = max(0, len(text) - around)  # beyond it, too little is known of what follows
+        cuts = _places(text, last)
+        if too_long := last > 16 * piece_chars:
+            cuts = chain(cuts, [last])
+        for cut in cuts:
+            if (following := _after(text, cut, tokenizer)) is not None:
+                break
+        else:
+            if not too_long:
+                continue
+            cut, following = last, Piece(text[last:])
+            _check_cut(text, cut, tokenizer)
+        yield carry._replace(text=text[:cut])
+        carry = following
+    text = carry.text + held + decoder.decode(b"", final=True)
+    if text:
+        yield carry._replace(text=text)
 
 
-def _last_cut(text: str) -> int:
-    """The last place where the text may be cut; 0 if there is none."""
-    for blank in "\n ":
-        cut = text.rfind(blank)
-        while cut > 0 and text[cut - 1].isspace():
-            cut = text.rfind(blank, 0, cut)
-        if cut > 0:
-            return cut
-    return 0
+_PLACES = 4  # of each kind are tried
+
+
+def _places(text: str, last: int) -> Iterator[int]:
+    """Where the text may be cut, from its end: before a line end or blank, or after a line end."""
+    for mark in ("\n", " "):
+        cut, left = last + 1, _PLACES
+        while left and (cut := text.rfind(mark, 0, cut)) > 0:
+            if not text[cut - 1].isspace():
+                yield cut
+                left -= 1
+    cut, left = last, _PLACES
+    while left and (cut := text.rfind("\n", 1, cut)) > 0:
+        if not text[cut - 1].isspace() and text[cut + 1 : cut + 2].strip():
+            yield cut + 1
+            left -= 1
+
+
+def _after(text: str, cut: int, tokenizer: Tokenizer | None) -> Piece | None:
+    """What follows a cut; None if the tokens of the parts are not those of the whole."""
+    if tokenizer is None:
+        return Piece(text[cut:])
+    lead = text[max(0, cut - _LEAD_CHARS) : cut]
+    of_lead = tokenizer.encode(lead)
+    # Two lengths, because a tokenizer may cut words after each N characters.
+    for before in (_AROUND_CHARS, _AROUND_CHARS - 1):
+        left, right = text[max(0, cut - before) : cut], text[cut : cut + _AROUND_CHARS]
+        whole, left_ids, led = tokenizer.encode_batch([left + right, left, lead + right])
+        n = len(of_lead)
+        if led[:n] != of_lead or whole != left_ids + led[n:]:
+            return None
+    return Piece(text[cut:], lead, len(of_lead))
+
+
+def _check_cut(text: str, cut: int, tokenizer: Tokenizer | None) -> None:
+    """Refuse a cut that changes what the tokens decode to."""
+    if tokenizer is None:
+        return
+    left, right = text[max(0, cut - _AROUND_CHARS) : cut], text[cut : cut + _AROUND_CHARS]
+    whole, *parts = tokenizer.encode_batch([left + right, left, right])
+    if tokenizer.decode([i for ids in parts for i in ids]) != tokenizer.decode(whole):
+        raise ValueError(
+            f"load_data: expected text that can be tokenized in parts, got {len(text)} characters "
+            f"without a place at which tokenizer={tokenizer.name} gives the tokens of the whole; "
+            "divide the text into shorter documents (.jsonl), or use another tokenizer"
+        )
 
 
 def _open_bible() -> TextSource:
@@ -563,7 +637,7 @@ def _bare_ids(file: Path, size: int, bits: int) -> np.ndarray:
     return ids
 
 
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
 _BPE_TRAIN_BYTES = 128 << 20
 _BATCH_BYTES = 4 << 20
 _CHECKSUM_BLOCK_BYTES = 1 << 20
@@ -716,11 +790,11 @@ class Corpus:
         seen = 0
         for part, document in self.split():
             if tokenizer == "chars":
-                yield from pieces(document)
+                yield from (piece.text for piece in pieces(document))
             elif part == "train" and seen < _BPE_TRAIN_BYTES:
-                for text in pieces(document):
-                    seen += len(text)
-                    yield text
+                for piece in pieces(document):
+                    seen += len(piece.text)
+                    yield piece.text
                     if seen >= _BPE_TRAIN_BYTES:
                         break
 
@@ -739,7 +813,7 @@ def _tokenize(corpus: Corpus, tokenizer: str, folder: Path, progress: bool) -> N
     if chosen.eot is None and len(sizes) > 1:
         joint = chosen.encode("\n")
     val_bytes = n_batch = n_done = 0
-    batch: list[tuple[str, bool, str]] = []
+    batch: list[tuple[str, bool, Piece]] = []
     with (
         (folder / "train.bin").open("wb") as train,
         (folder / "val.bin").open("wb") as val,
@@ -748,9 +822,9 @@ def _tokenize(corpus: Corpus, tokenizer: str, folder: Path, progress: bool) -> N
         files = {"train": train, "val": val}
         for part, document in corpus.split():
             val_bytes += len(document) if part == "val" else 0
-            for i, text in enumerate(pieces(document)):
-                batch.append((part, i == 0, text))
-                n_batch += len(text.encode())
+            for i, piece in enumerate(pieces(document, chosen)):
+                batch.append((part, i == 0, piece))
+                n_batch += len(piece.text.encode())
                 if n_batch >= _BATCH_BYTES:
                     _write_tokens(batch, chosen, dtype, joint, files)
                     bar.update(n_batch)
@@ -769,17 +843,17 @@ def _tokenize(corpus: Corpus, tokenizer: str, folder: Path, progress: bool) -> N
 
 
 def _write_tokens(
-    batch: Sequence[tuple[str, bool, str]],
+    batch: Sequence[tuple[str, bool, Piece]],
     tokenizer: Tokenizer,
     dtype: np.dtype,
     joint: list[int],
     files: Mapping[str, BinaryIO],
 ) -> None:
-    ids_of = tokenizer.encode_batch([text for _, _, text in batch])
-    for (part, is_first, _), ids in zip(batch, ids_of):
+    ids_of = tokenizer.encode_batch([piece.lead + piece.text for _, _, piece in batch])
+    for (part, is_first, piece), ids in zip(batch, ids_of):
         if is_first and files[part].tell():
             files[part].write(np.array(joint, dtype=dtype).tobytes())
-        files[part].write(np.array(ids, dtype=dtype).tobytes())
+        files[part].write(np.array(ids[piece.n_lead :], dtype=dtype).tobytes())
 
 
 def _why_damaged(entry: Path) -> str | None:

@@ -221,7 +221,10 @@ class IdTokenizer(Tokenizer):
 
 
 class BpeTokenizer(Tokenizer):
-    """Byte-level BPE on the `tokenizers` library; any text round-trips."""
+    """A tokenizer of the library `tokenizers`: a byte-level BPE, or what a tokenizer.json holds.
+
+    Byte-level BPE round-trips any text; others may change it, such as to lower case.
+    """
 
     def __init__(self, backend: Any, name: str, end_of_text: str = END_OF_TEXT) -> None:
         self.name = name
@@ -229,15 +232,18 @@ class BpeTokenizer(Tokenizer):
         self.eot: int | None = backend.token_to_id(end_of_text)
         self._backend = backend
         backend.encode_special_tokens = True  # see [Note: end of text]
+        # A saved tokenizer may cut or fill up texts, or merge at random.
+        backend.no_truncation()
+        backend.no_padding()
+        if getattr(backend.model, "dropout", None) is not None:
+            backend.model.dropout = None
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        cut = [cut_words(text) for text in texts]
-        parts = [part for of_text in cut for part in of_text]
-        found = iter(self._backend.encode_batch_fast(parts, add_special_tokens=False))
-        return [[i for _ in of_text for i in next(found).ids] for of_text in cut]
+        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [one.ids for one in found]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._backend.decode(self.checked(ids), skip_special_tokens=False)
@@ -259,7 +265,7 @@ class BpeTokenizer(Tokenizer):
 def cut_words(text: str) -> list[str]:
     """The text, cut after each 500 letters, digits, blanks or other signs in a row.
 
-    BPE treats such a sequence as one word, and takes time that grows with its square.
+    Training a BPE treats such a sequence as one word, and takes time that grows with its square.
     """
     # A sequence of this length contains a whole slice of half its length.
     half = _WORD_CHARS // 2

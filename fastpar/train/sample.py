@@ -147,14 +147,19 @@ def _draw(
     return torch.multinomial(likely, 1, generator=generator)[:, 0]
 
 
-def stream_text(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
+def stream_text(
+    tokens: Iterable[int], decode: Callable[[list[int]], str], before: Sequence[int] = ()
+) -> Iterator[str]:
     """Decode a stream of tokens to text, in pieces that end at whole characters.
 
     A token may end within the UTF-8 bytes of a character; decode then ends in U+FFFD. This last
     U+FFFD is held back until the next token completes the character or shows that it is invalid.
+
+    Args:
+        before: the token before the stream: some tokenizers drop a text's first blank.
     """
-    pending: list[int] = []
-    emitted = 0  # characters of decode(pending)
+    pending = list(before)
+    emitted = len(decode(pending)) if pending else 0  # characters of decode(pending)
     for token in tokens:
         pending.append(token)
         text = decode(pending)
@@ -163,9 +168,10 @@ def stream_text(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> It
             yield text[emitted:ready]
             emitted = ready
         if ready == len(text):
-            pending, emitted = [], 0
-    if pending:
-        yield decode(pending)[emitted:]
+            pending = [token]
+            emitted = len(decode(pending))
+    if pending and (rest := decode(pending)[emitted:]):
+        yield rest
 
 
 def sample(
@@ -218,7 +224,8 @@ def sample(
         rows: list[list[int]] = [[] for _ in group]
         for i, (prompt, _) in enumerate(group):
             yield SEPARATOR * (done + i > 0) + prompt
-            yield from stream_text(_row(i, stream, rows), tokenizer.decode)
+            last = group[i][1][-1:].tolist()
+            yield from stream_text(_row(i, stream, rows), tokenizer.decode, last)
             yield "\n"
         done += len(group)
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import mmap
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastpar.data import sources
-from fastpar.data.tokenizer import CharTokenizer, IdTokenizer, make_tokenizer
+from fastpar.data.tokenizer import BpeTokenizer, CharTokenizer, IdTokenizer, make_tokenizer
 
 
 def text_source(source):
@@ -133,27 +134,117 @@ _spaces = [" ", "\n", "\r\n", "\t", "\u00a0", "\u2028", "\x1c", "'s", "12", ".",
 _spaced = st.lists(st.sampled_from(_spaces) | st.text(max_size=5)).map("".join)
 
 
+def ids_in_pieces(text, tokenizer, size):
+    parts = list(sources.pieces(text.encode(), tokenizer, size))
+    assert "".join(part.text for part in parts) == text.replace("\r\n", "\n")
+    assert "" not in [part.text for part in parts]
+    ids = tokenizer.encode_batch([part.lead + part.text for part in parts])
+    return [i for part, of_part in zip(parts, ids) for i in of_part[part.n_lead :]], len(parts)
+
+
 @pytest.mark.slow
 @given(text=_spaced, size=st.integers(1, 40))
 @example(text="ab\n\ncd  ef \n gh", size=1)
 @settings(max_examples=40)
 def test_pieces_tokenize_as_the_whole(gpt2, text, size):
-    parts = list(sources.pieces(text.encode(), size))
-    whole = text.replace("\r\n", "\n")
-    assert "".join(parts) == whole
-    assert "" not in parts
-    assert [i for ids in gpt2.encode_batch(parts) for i in ids] == gpt2.encode(whole)
+    text = f"{text} and" * 30
+    assert ids_in_pieces(text, gpt2, size)[0] == gpt2.encode(text.replace("\r\n", "\n"))
 
 
-def test_pieces_keep_to_their_size_in_ordinary_text():
-    parts = list(sources.pieces(b"In the beginning\n" * 1000, 100))
-    assert max(map(len, parts)) <= 120
-    assert len(list(sources.pieces(b"x" * 1000, 100))) == 1  # no safe place: one piece,
-    parts = list(sources.pieces(b"x" * 4000 + b"\r\n" * 2000, 100))  # but none of any length
-    assert max(map(len, parts)) <= 1700
-    assert "".join(parts) == "x" * 4000 + "\n" * 2000
+_WORDS = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"""
+_CL100K = _WORDS + r""" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+_O200K = _CL100K.replace(r"[\r\n]*|", r"[\r\n/]*|")
+
+
+def kinds():
+    """Model, normalizer and pre-tokenizer of each kind; the last three cannot be cut."""
+    from tokenizers import Regex, models, normalizers, pre_tokenizers
+
+    m, n, p = models, normalizers, pre_tokenizers
+    byte_level = p.ByteLevel(add_prefix_space=False, use_regex=False)
+
+    def by(pattern):
+        return p.Sequence([p.Split(Regex(pattern), "isolated"), byte_level])
+
+    yield "gpt2", m.BPE(), None, p.ByteLevel(add_prefix_space=False)
+    yield "roberta", m.BPE(), None, p.ByteLevel(add_prefix_space=True)
+    yield "cl100k", m.BPE(), None, by(_CL100K)
+    yield "o200k", m.BPE(), None, by(_O200K)
+    yield "llama2", m.BPE(), n.Sequence([n.Prepend("_"), n.Replace(" ", "_")]), None
+    for scheme, split in (("always", True), ("first", False), ("never", False), ("first", True)):
+        metaspace = p.Metaspace(prepend_scheme=scheme, split=split)
+        yield f"BPE {scheme} {split}", m.BPE(), None, metaspace
+        yield f"Unigram {scheme} {split}", m.Unigram(), None, metaspace
+    yield "t5", m.Unigram(), n.NFKC(), p.Sequence([p.WhitespaceSplit(), p.Metaspace()])
+    yield "bert", m.WordPiece(unk_token="?"), n.BertNormalizer(), p.BertPreTokenizer()
+    yield "words", m.WordLevel(unk_token="?"), n.Strip(), p.Whitespace()
+    yield "characters", m.BPE(), n.ByteLevel(), p.UnicodeScripts()
+    yield "suffix", m.BPE(end_of_word_suffix="</w>"), n.Lowercase(), p.WhitespaceSplit()
+    yield "fixed", m.BPE(), None, p.FixedLength(5)
+    yield "line", m.BPE(), None, None
+    yield "delimited", m.WordPiece(unk_token="?"), None, p.CharDelimiterSplit("!")
+
+
+def trained(model, normalizer, pre_tokenizer, text):
+    """A tokenizer trained on the text, as a saved folder has it."""
+    from tokenizers import Tokenizer, models, trainers
+
+    backend = Tokenizer(model)
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    trainer = model.get_trainer()
+    if isinstance(model, models.Unigram):
+        trainer = trainers.UnigramTrainer(unk_token="?")
+    trainer.show_progress, trainer.special_tokens, trainer.vocab_size = False, ["?"], 400
+    backend.train_from_iterator([text[at : at + 60] for at in range(0, len(text), 60)], trainer)
+    return BpeTokenizer(Tokenizer.from_str(backend.to_str()), "foreign")
+
+
+def written(n, ends):
+    """Text of n words with these ends, drawn at random."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghABC12\u00e9", k=draw.randint(1, 6))) for _ in range(99)]
+    return "".join(draw.choice(words) + draw.choice(ends) for _ in range(n))
+
+
+_ENDS = (" ", " ", " ", ".\n", "\n", ", ", "\n\n", " \n", ".\n/", "\n\t", "?\r\n", "'s ", "\n\n  ")
+
+
+def test_every_kind_of_tokenizer_gives_pieces_the_tokens_of_the_whole():
+    """Or the text is refused."""
+    pytest.importorskip("tokenizers")
+    refused = []
+    for kind, *parts in kinds():
+        tokenizer = trained(*parts, written(400, _ENDS))
+        for ends in (_ENDS, (" ", "  "), (".\n", "\n", "!\n")):
+            text = written(700, ends)
+            try:
+                ids, n_pieces = ids_in_pieces(text, tokenizer, 150)
+            except ValueError as error:
+                assert "text that can be tokenized in parts, got" in str(error), kind
+                refused.append(kind)
+            else:
+                assert ids == tokenizer.encode(text.replace("\r\n", "\n")), (kind, ends)
+                assert n_pieces > 5
+    assert set(refused) <= {"fixed", "line", "delimited"}
+    assert "fixed" in refused
+
+
+def test_pieces_keep_to_their_size_in_ordinary_text(gpt2):
+    def parts_of(text, tokenizer=None):
+        return [part.text for part in sources.pieces(text, tokenizer, 100)]
+
+    assert max(map(len, parts_of(b"In the beginning\n" * 1000))) <= 120
+    assert len(parts_of(b"x" * 1000)) == 1  # no safe place: one piece,
+    text = b"x" * 4000 + b"\r\n" * 2000  # but none of any length
+    for tokenizer in (None, gpt2):
+        parts = parts_of(text, tokenizer)
+        assert max(map(len, parts)) <= 2100
+        assert "".join(parts) == "x" * 4000 + "\n" * 2000
     with pytest.raises(UnicodeDecodeError):
-        list(sources.pieces(b"caf\xc3"))  # a file that was cut after it was opened
+        parts_of(b"caf\xc3")  # a file that was cut after it was opened
 
 
 def jsonl(file, texts, field="text", more=""):

@@ -218,8 +218,9 @@ def test_changed_gpt2_files_and_missing_packages_are_named(monkeypatch, tmp_path
     assert make_tokenizer("bytes").encode("a") == [97]
 
 
-def test_no_word_is_longer_than_500_characters():
-    """BPE takes time with the square of a word's length: 63 s for 200 kB of letters in one line."""
+def test_no_word_is_trained_on_that_is_longer_than_500_characters():
+    """Training takes time with the square of a word's length: 63 s for 200 kB of letters in one
+    line. A text is encoded whole."""
     kinds = ("ab", "12", "-=", "\n\t", "\u4e16\u754c")
     runs = ["".join(_RANDOM.choices(kind, k=5000)) for kind in kinds]
     mixed = "a b" + runs[0] + "1" + runs[2] + " c " + runs[3] + runs[1]
@@ -231,11 +232,34 @@ def test_no_word_is_longer_than_500_characters():
     learned, gpt2 = make_tokenizer("bpe-300", [*runs, TEXT]), make_tokenizer("gpt2")
     for tokenizer in (learned, gpt2):
         ids = tokenizer.encode(mixed)
+        assert ids == tokenizer._backend.encode(mixed, add_special_tokens=False).ids
         assert tokenizer.decode(ids) == mixed
         assert tokenizer.encode_batch([mixed, "a", ""]) == [ids, tokenizer.encode("a"), []]
-    backend = gpt2._backend
-    for text in ("x" * 499, TEXT * 3, "word" * 124 + " " + "y" * 400):  # nothing to cut
-        assert gpt2.encode(text) == backend.encode(text, add_special_tokens=False).ids
+
+
+def test_saved_truncation_padding_and_dropout_do_not_change_ids(bpe, tmp_path):
+    """transformers saves the first two after one call with truncation=True, padding=True."""
+    library = pytest.importorskip("tokenizers")
+    bpe.save(tmp_path)
+    backend = library.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(max_length=8)
+    backend.enable_padding(length=16, pad_id=3)
+    backend.model.dropout = 0.5
+    backend.post_processor = library.processors.TemplateProcessing(
+        f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, bpe.eot)]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    for text in (TEXT, "a", ""):
+        assert loaded.encode(text) == bpe.encode(text)
+    (tmp_path / "text.txt").write_text(TEXT)
+    data = load_data(
+        str(tmp_path / "text.txt"), str(tmp_path), cache_dir=tmp_path / "cache", progress=False
+    )
+    assert data.tokenizer.decode([*data.train, *data.val]) == TEXT
+    loaded.save(tmp_path / "again")
+    saved = json.loads((tmp_path / "again" / "tokenizer.json").read_text())
+    assert (saved["truncation"], saved["padding"], saved["model"]["dropout"]) == (None, None, None)
 
 
 CHARS = "\n bca\u00e9!"  # in no order of Unicode

@@ -5,7 +5,7 @@ import torch
 from cells import sweep
 
 from fastpar.comm.mesh import Mesh
-from fastpar.data.tokenizer import CharTokenizer, IdTokenizer, make_tokenizer
+from fastpar.data.tokenizer import BpeTokenizer, CharTokenizer, IdTokenizer, make_tokenizer
 from fastpar.engine.parallelize import parallelize
 from fastpar.models.gpt import GPT, nothing_read
 from fastpar.settings.model import GPTConfig
@@ -207,6 +207,17 @@ def test_streamed_text_is_not_held_back():
     tokens = iter(b"abc")
     assert next(stream_text(tokens, BYTES.decode)) == "a"
     assert list(tokens) == list(b"bc")
+
+
+def test_streamed_text_keeps_the_blanks_that_a_tokenizer_drops_at_a_start():
+    """As those of Llama and T5."""
+    library = pytest.importorskip("tokenizers")
+    backend = library.Tokenizer(library.models.WordLevel({"\u2581a": 0, "\u2581b": 1, "c": 2}, "c"))
+    backend.pre_tokenizer = library.pre_tokenizers.Metaspace()
+    backend.decoder = library.decoders.Metaspace()
+    tokenizer = BpeTokenizer(backend, "words")
+    assert "".join(stream_text([0, 1, 2, 0], tokenizer.decode)) == "a bc a"
+    assert "".join(stream_text([1, 2, 0], tokenizer.decode, tokenizer.encode("a"))) == " bc a"
 
 
 def text_of(model, prompt="Hi", tokenizer=BYTES, seed=0, **kwargs):
