@@ -9,6 +9,7 @@ import pty
 import pwd
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import tempfile
 import termios
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -260,6 +262,31 @@ def test_a_user_without_a_home(tmp_path, monkeypatch):
     cache = tmp_path / f"fastpar-{os.getuid()}"
     assert cache_folder(None) == plain_files.user_cache() == cache
     assert (proofs_folder(), rates_folder()) == (cache / "proofs", cache / "rates")
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    cache.chmod(0o755)  # of an earlier version
+    assert stat.S_IMODE(proofs_folder().parent.stat().st_mode) == 0o700
+
+    def refused(words):
+        for folder in (
+            plain_files.user_cache,
+            proofs_folder,
+            rates_folder,
+            partial(cache_folder, None),
+        ):
+            with pytest.raises(
+                ValueError, match=rf"user_cache: expected a folder that .* {words};"
+            ):
+                folder()
+
+    cache.chmod(0o770)
+    refused("with mode drwxrwx---")
+    cache.chmod(0o700)
+    with monkeypatch.context() as patch:  # a folder that another user made before
+        patch.setattr(os, "getuid", lambda mine=os.getuid(): mine + 1)
+        cache.rename(tmp_path / f"fastpar-{os.getuid()}")
+        refused(f"of user {os.getuid() - 1} with mode drwx------")
+    cache.symlink_to(tmp_path, target_is_directory=True)
+    refused("with mode l.*")
     monkeypatch.setenv("HOME", "/h")
     assert plain_files.user_cache() == Path("/h/.cache/fastpar")
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
