@@ -472,8 +472,11 @@ def _texts_in(file: Path, field: str) -> Iterator[Document]:
                 text = record[field]
                 got = type(text).__name__
                 encoded = b"" if text is None else text.encode("utf-8", "replace")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                got = f"JSONDecodeError: {error}" if isinstance(error, ValueError) else got
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                if isinstance(error, RecursionError):
+                    got = "JSON that is nested too deeply"
+                elif isinstance(error, ValueError):
+                    got = f"JSONDecodeError: {error}"
                 raise ValueError(
                     f"load_data: expected a JSON object with text in data_field={field}, got "
                     f"{got} in line {n} of {file}; set --data-field, or correct the line"
@@ -495,8 +498,10 @@ def _open_dataset(name: str, text_column: str, parquet: list[Path] | None = None
     library = import_package("datasets", "load_data", need, ", or use a path")
     path, _, config = name.partition(":")
     source, shown = f"hf:{name}", f"hf-{name}"
-    if Path(name).exists():
+    wanted, advice = "an accessible Hugging Face dataset", "check name and network, or use a path"
+    if parquet is not None or Path(name).exists():
         source, shown = name, Path(name).stem
+        wanted, advice = "intact files of a dataset", "copy or write them again"
     try:
         if parquet is not None:
             splits = library.load_dataset("parquet", data_files=[str(file) for file in parquet])
@@ -508,8 +513,8 @@ def _open_dataset(name: str, text_column: str, parquet: list[Path] | None = None
     except Exception as error:  # the library's errors share no base class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
         raise RuntimeError(
-            f"load_data: expected an accessible Hugging Face dataset, got source={source} with "
-            f"{type(error).__name__}: {reason}; check name and network, or use a path"
+            f"load_data: expected {wanted}, got source={source} with "
+            f"{type(error).__name__}: {reason}; {advice}"
         ) from error
     if "train" not in splits:
         raise ValueError(
@@ -526,8 +531,18 @@ def _open_dataset(name: str, text_column: str, parquet: list[Path] | None = None
 
     def documents(part: str) -> Iterator[Document]:
         for rows in parts[part].select_columns([text_column]).iter(batch_size=1000):
-            yield from (text.encode() for text in rows[text_column] if text and text.strip())
+            for text in rows[text_column]:
+                if text is not None and not isinstance(text, str):
+                    raise ValueError(
+                        f"load_data: expected text in data_field={text_column}, got "
+                        f"{type(text).__name__} in source={source}; set --data-field to a column "
+                        "of text"
+                    )
+                if text and text.strip():
+                    yield text.encode()
 
+    for part in parts:
+        next(documents(part), None)  # find a wrong column before reading everything
     held_out = partial(documents, "validation") if "validation" in parts else None
     content = "|".join([text_column, *(str(rows._fingerprint) for rows in parts.values())])
     return TextSource(shown, partial(documents, "train"), held_out, content)

@@ -372,7 +372,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             f"load_tokenizer: expected {_BPE_FILE} or {_CONFIG_FILE} of a saved tokenizer, got "
             f"folder={folder}; name a run folder, or one of: {TOKENIZERS}"
         ) from None
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise _damaged(folder, error) from error
     library = _import_tokenizers()
     try:

@@ -54,13 +54,16 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
-            return dict(json.loads(text)["settings"])
+            content = json.loads(text)
+            if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
+                raise ValueError('it has no object "settings"')
+            return dict(content["settings"])
         return _without_headings(importlib.import_module(_TOML).loads(text))
     except OSError as error:
         raise ValueError(
             f"read_settings: expected a settings file, got path={path}; {error.strerror}"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:  # TOMLDecodeError is a ValueError
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         raise ValueError(
             f"read_settings: expected TOML or the config.json of a run, got path={path}; "
             f"correct it: {error}"

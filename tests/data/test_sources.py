@@ -271,8 +271,13 @@ def test_records_are_read_by_their_field(tmp_path):
     path = jsonl(tmp_path / "c.jsonl", ["x"], "body")
     opened = sources.open_source(str(path), text_column="body")
     assert [*opened.documents()] == [b"x"]
-    for bad, got in (("{", "JSONDecodeError"), ("[1]", "list"), ('{"text": [1]}', "list"),
-                     ("7", "int")):  # fmt: skip
+    for bad, got in (
+        (100_000 * "[", "JSON that is nested too deeply"),
+        ("{", "JSONDecodeError"),
+        ("[1]", "list"),
+        ('{"text": [1]}', "list"),
+        ("7", "int"),
+    ):
         jsonl(folder / "a.jsonl", ["one"], more=bad)
         with pytest.raises(ValueError, match=rf"data_field=text, got {got}.* in line 2 of .*a.js"):
             list(text_source(folder).documents())
@@ -407,9 +412,13 @@ def test_dataset_names(tmp_path, monkeypatch):
         ("org/name", None): {"train": rows_of("one", "", None, "two")},
         ("org/name", "conf"): {"train": rows_of("three"), "validation": rows_of("four")},
         ("org/only-test", None): {"test": rows_of("five")},
+        ("org/numbers", None): {"train": rows_of(None, 5)},
+        ("org/bytes", None): {"train": rows_of("six"), "validation": rows_of(b"seven")},
     }
 
-    def load_dataset(path, config):
+    def load_dataset(path, config=None, data_files=()):
+        if data_files:
+            raise OSError("Parquet magic bytes not found")
         if (path, config) not in known:
             raise ConnectionError(f"Couldn't reach {path}\nmore")
         return known[path, config]
@@ -423,6 +432,14 @@ def test_dataset_names(tmp_path, monkeypatch):
     words = r"hf:org/none with ConnectionError: .* reach org/none;"
     refused("hf:org/none", words, RuntimeError)
     refused("hf:org/only-test", r"with a train split, got source=hf:org/only-test with test")
+    for kind, name in (("int", "numbers"), ("bytes", "bytes")):
+        words = rf"text in data_field=text, got {kind} in source=hf:org/{name}; set --data-f"
+        refused(f"hf:org/{name}", words)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    words = (
+        r"expected intact files of a dataset, got source=a.parquet with OSError: Parquet.*; copy"
+    )
+    refused("a.parquet", words, RuntimeError)
     words = r"got data_field=body; set --.* one of text, url"
     refused("hf:org/name", words, text_column="body")
     (tmp_path / "org").mkdir()

@@ -187,8 +187,8 @@ def test_damaged_folder(tmp_path):
         load_tokenizer(tmp_path)
     for file, *contents in (
         ("tokenizer.json", "{", '{"model": 3}'),
-        ("tokenizer_config.json", "[1]", "nonsense", '{"fastpar_tokenizer": "chars"}',
-         '{"fastpar_tokenizer": "ids", "vocab_size": "x"}'),
+        ("tokenizer_config.json", "[1]", "nonsense", 100_000 * "[",
+         '{"fastpar_tokenizer": "chars"}', '{"fastpar_tokenizer": "ids", "vocab_size": "x"}'),
     ):  # fmt: skip
         for content in contents:
             (tmp_path / file).write_text(content)

@@ -161,6 +161,8 @@ def test_settings_files(tmp_path):
         (toml, "lr = 0.1\n[optim]\nlr = 0.2\n", r"correct it: lr is set twice, the second time un"),
         (toml, "lr = = 3", "expected TOML or the config.json of a run, got path"),
         (json, "lr = = 3", "expected TOML or the config.json of a run, got path"),
+        *((json, text, 'it has no object "settings"') for text in ("{}", "[1]", '{"settings": 1}')),
+        (json, 100_000 * "[", "expected TOML or the config.json of a run, got path"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=words):
