@@ -161,6 +161,7 @@ def load_data(
     token_bits: int = 16,
     block_size: int | None = None,
     progress: bool = True,
+    meet: Callable[[], None] = lambda: None,
 ) -> TextData:
     """Load the tokens of a source, from the cache or by tokenizing it now.
 
@@ -175,6 +176,9 @@ def load_data(
             its end if there are too few documents. Sources with a validation split keep it.
         block_size: if given, both parts must have at least one sequence of this length.
         progress: show a bar and notes on stderr in this process.
+        meet: returns when every rank has called it. Each calls it once: the one that shows progress
+            when it has tried to lock the cache, the others before that. So it is the one to
+            tokenize.
     Raises:
         ValueError: see `open_source` and `make_tokenizer`; text with tokenizer=None; val_fraction
             outside (0, 1); token ids outside the vocabulary; text too short for block_size.
@@ -193,6 +197,7 @@ def load_data(
         say(note, progress)
     cache = cache_folder(cache_dir)
     if isinstance(opened, TokenSource):
+        meet()
         data = _load_tokens(opened, tokenizer or "auto", val_fraction, cache, progress)
     else:
         if tokenizer is None:
@@ -202,7 +207,7 @@ def load_data(
             )
         name = _DEFAULT_TOKENIZER if tokenizer == "auto" else tokenizer
         check_name(name)
-        data = tokenized(opened, name, val_fraction, cache=cache, progress=progress)
+        data = tokenized(opened, name, val_fraction, cache=cache, progress=progress, meet=meet)
     if block_size is not None:
         for part, tokens in (("training", data.train), ("validation", data.val)):
             _check_length("load_data", tokens, block_size, f"{part} tokens of {data.name}")

@@ -690,7 +690,13 @@ class TextData:
 
 
 def tokenized(
-    source: TextSource, tokenizer: str, val_fraction: float, *, cache: Path, progress: bool
+    source: TextSource,
+    tokenizer: str,
+    val_fraction: float,
+    *,
+    cache: Path,
+    progress: bool,
+    meet: Callable[[], None] = lambda: None,
 ) -> TextData:
     """The source's tokens from the cache; tokenize the text if they are missing or damaged.
 
@@ -699,6 +705,7 @@ def tokenized(
             this text: a BPE its training part, chars all of it.
         val_fraction: fraction of the text for validation, unless the source has a validation split.
         cache: a folder from `cache_folder`.
+        meet: see `load_data`.
     Raises:
         ValueError, RuntimeError: see `make_tokenizer`.
         RuntimeError: the disk is full.
@@ -709,11 +716,15 @@ def tokenized(
     readable = re.sub(r"[^A-Za-z0-9.-]+", "-", f"{source.name}-{Path(tokenizer).name}")[:60]
     entry = cache / f"{readable}-{key}"
 
-    def waits() -> None:
-        if not entry.exists():
+    def tried(taken: bool) -> None:
+        if progress:
+            meet()
+        if not taken and not entry.exists():
             say(f"another rank or process tokenizes {source.name}; waiting for it", progress)
 
-    with _locked(cache / f"{readable}-{key}.lock", waits) as alone:
+    if not progress:
+        meet()
+    with _locked(cache / f"{readable}-{key}.lock", tried) as alone:
         if alone:
             for left in cache.glob(f".tmp-{key}-*"):  # leftovers of killed processes
                 shutil.rmtree(left, ignore_errors=True)
@@ -923,20 +934,27 @@ def _temporary(parent: Path, prefix: str) -> tempfile.TemporaryDirectory:
 
 
 @contextmanager
-def _locked(file: Path, waits: Callable[[], None]) -> Iterator[bool]:
-    """Hold a lock file, after waits() if another process has it; yields False if the file system
-    has no locks (then the rename decides)."""
+def _locked(file: Path, tried: Callable[[bool], None]) -> Iterator[bool]:
+    """Hold a lock file; yields False if the file system has no locks (then the rename decides).
+
+    Args:
+        tried: called with False if another process has it, before waiting for it, else with True.
+    """
     with file.open("w") as stream:
+        works = taken = True
         try:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):  # the latter on some network file systems
-                waits()
-                fcntl.flock(stream, fcntl.LOCK_EX)
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # the latter on some network file systems
+            taken = False
         except OSError:
-            yield False
-            return
-        yield True
+            works = False
+        tried(taken)
+        if not taken:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            except OSError:
+                works = False
+        yield works
 
 
 def say(text: str, progress: bool) -> None:

@@ -84,6 +84,7 @@ def load_model_and_data(
     state: dict[str, Any] | None,
     *,
     progress: bool,
+    meet: Callable[[], None] = lambda: None,
     check: Callable[[GPTConfig], None] = lambda shape: None,
 ) -> tuple[GPT, int, TextData]:
     """The model with initial weights, the context length, and the tokens.
@@ -91,6 +92,7 @@ def load_model_and_data(
     Args:
         state: state of the checkpoint to resume, whose weights are loaded later.
         progress: print the progress of tokenizing.
+        meet: see `load_data`.
         check: raises for a shape that must not be built; called after --init-from is read.
     """
     source = config.shape.init_from
@@ -125,6 +127,7 @@ def load_model_and_data(
         token_bits=config.text.token_bits,
         block_size=block_size,
         progress=progress,
+        meet=meet,
     )
     if model is None:
         shape = config.model_config(data.vocab_size)
@@ -265,6 +268,12 @@ def facts_of(setup: Setup, engine: Engine) -> dict[str, Any]:
         "n_shards": engine.settings.n_shards,
         "storage": describe_storage(setup.flags.optim, DTYPES[setup.dtype]),
     }
+
+
+def meet(mesh: Mesh) -> None:
+    """Return when every rank has called it. Ranks: all of all replicas."""
+    if mesh.world_size * mesh.replicas > 1:
+        gather_objects(None)
 
 
 def reports_progress(mesh: Mesh) -> bool:

@@ -215,7 +215,11 @@ class Trainer:
         torch.manual_seed(config.run.seed)
         check = partial(check_ranks, setup=self.setup, device=mesh.device)
         model, self.block_size, self.data = start.load_model_and_data(
-            config, state, progress=start.reports_progress(mesh), check=check
+            config,
+            state,
+            progress=start.reports_progress(mesh),
+            meet=partial(start.meet, mesh),
+            check=check,
         )
         mesh.check_same("train", [f"tokens of {config.text.data}: {start.digest(self.data)[:16]}"])
         self.n_sample_ranks = mesh.dp_size * mesh.replicas  # number of ranks with different samples

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from train_runs import TINY, curve, flags_of, forget_after, start, steps
 from fastpar.checkpoint import reader as reader_module
 from fastpar.cli import main, parse_train
 from fastpar.comm.mesh import Mesh
+from fastpar.data import sources
 from fastpar.data.tokenizer import GPT2_VOCABULARY, ByteTokenizer
 from fastpar.files.runs import check_free, hold, release
 from fastpar.models.gpt import GPT
@@ -27,6 +29,7 @@ from fastpar.predict import run as capacity
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
+from fastpar.train import start as start_module
 from fastpar.train.journal import check_out
 from fastpar.train.start import digest, find_checkpoint, load_model_and_data, pick_dtype
 from fastpar.train.trainer import Trainer
@@ -41,9 +44,9 @@ def given_back(here):
     release()
 
 
-def load(state=None, **changes):
-    sizes = {**TINY, **SHAPE, "block_size": 8, "dropout": None}
-    return load_model_and_data(TrainConfig().replace({**sizes, **changes}), state, progress=False)
+def load(state=None, progress=False, meet=lambda: None, **changes):
+    config = TrainConfig().replace({**TINY, **SHAPE, "block_size": 8, "dropout": None, **changes})
+    return load_model_and_data(config, state, progress=progress, meet=meet)
 
 
 def test_a_new_model_takes_its_vocabulary_from_the_text():
@@ -54,6 +57,32 @@ def test_a_new_model_takes_its_vocabulary_from_the_text():
     known = {digest(replace(data, **change)) for change in ({}, *others)}
     assert len(known) == 4  # it sees both ends, the length and the kind
     assert digest(replace(data, name="other")) in known
+
+
+def test_the_rank_with_the_bar_tokenizes(monkeypatch):
+    """Though the others come first."""
+    by, tokenize = [], sources._tokenize
+
+    def noted(corpus, tokenizer, folder, progress):
+        by.append(progress)
+        tokenize(corpus, tokenizer, folder, progress)
+
+    def start_as_rank():
+        mesh, others_came = Mesh(device="cpu"), came
+        if mesh.is_main:
+            assert others_came.wait(60)
+
+        def meet():
+            others_came.set()
+            start_module.meet(mesh)
+
+        return len(load(progress=mesh.is_main, meet=meet, tokenizer="bpe-300")[2].train)
+
+    monkeypatch.setattr(sources, "_tokenize", noted)
+    came = threading.Event()
+    first, second = run_ranks(start_as_rank, 2)
+    assert first == second
+    assert by == [True]
 
 
 def test_weights_to_start_from_are_read_once_only(here):
