@@ -29,6 +29,7 @@ from fastpar.comm.ranks import (
     threads_per_rank,
 )
 from fastpar.files.packages import import_package
+from fastpar.files.plain_files import shown
 from fastpar.files.runs import RUNS, find_run, is_restart, list_checkpoints, newest_run, run_id
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.fields import for_tyro, setting_name
@@ -141,10 +142,10 @@ def _open_streams(unfailing: bool) -> None:
             stream = open(descriptor, "w" if descriptor else "r")  # noqa: SIM115
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
-        if not descriptor or stream is not getattr(sys, f"__{name}__"):
+        if stream is not getattr(sys, f"__{name}__"):
             continue
-        stream.reconfigure(errors="backslashreplace")
-        if unfailing:
+        stream.reconfigure(errors="backslashreplace" if descriptor else "surrogateescape")
+        if unfailing and descriptor:
             raw = io.BufferedWriter(_Unfailing(descriptor))
             lines = descriptor == 2 or stream.isatty()
             fresh = io.TextIOWrapper(raw, stream.encoding, stream.errors, None, lines)
@@ -183,6 +184,7 @@ def _main(arguments: list[str]) -> int:
                 f"fastpar: expected one of {', '.join(COMMANDS)}, got command={name}; "
                 "see fastpar --help"
             )
+        _check_text(name, arguments)
         return globals()[f"_{name}"](arguments[1:])
     except KeyboardInterrupt:
         return 130
@@ -192,6 +194,26 @@ def _main(arguments: list[str]) -> int:
                 print(f"fastpar {name}: stopped, its output pipe was closed", file=sys.stderr)
             raise
         return _leave(error)
+
+
+def _check_text(name: str, arguments: list[str]) -> None:
+    """Refuse arguments that cannot be written as UTF-8, as in config.json and to other ranks."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"fastpar {name}: expected arguments in UTF-8, got {shown(argument)}; use a locale "
+                "with UTF-8, such as LC_ALL=C.UTF-8, and names of files in UTF-8"
+            ) from None
+
+
+def _check_environment() -> None:
+    """Refuse the environment of a rank that lacks a part."""
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        with launch.interrupt_kills():
+            from fastpar.comm.mesh import read_environment
+        read_environment(os.environ)
 
 
 def _leave(error: Exception) -> int:
@@ -291,6 +313,7 @@ def _train(arguments: list[str]) -> int:
         return 0
     arguments = ["--help" if word == "--help-all" else word for word in arguments]
     adopt_scheduler(os.environ)
+    _check_environment()
     with _naming_saved_settings(arguments):
         config = parse_train(arguments)
         nproc = _ranks_to_start(config)
@@ -343,6 +366,7 @@ def _profile(arguments: list[str]) -> int:
     from fastpar.observe.profile import parse_profile, prepare, profile
 
     options, flags = parse_profile(arguments)
+    _check_environment()
     config = parse_train(flags)
     nproc = _ranks_to_start(config)
     config = prepare(options, config)

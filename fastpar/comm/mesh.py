@@ -429,11 +429,11 @@ def read_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
     missing = [name for name in _ENVIRONMENT if name not in environment]
     if missing:
         raise ValueError(
-            f"Mesh: torchrun's environment has no {missing[0]}; start with `torchrun "
-            "--nproc-per-node N ...`, or unset RANK and WORLD_SIZE to use one process"
+            f"Mesh: expected torchrun's environment, got none with {missing[0]}; start with "
+            "`torchrun --nproc-per-node N ...`, or unset RANK and WORLD_SIZE to use one process"
         )
     numbers = {}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         text = environment.get(name, environment["RANK"])
         if not text.isdecimal():
             raise ValueError(

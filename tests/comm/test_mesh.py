@@ -90,10 +90,15 @@ def test_what_is_no_mesh(settings, ranks, words):
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({"MASTER_ADDR": None}, {}, r"torchrun's environment has no MASTER_ADDR; start with"),
-        ({"RANK": None}, {}, r"torchrun's environment has no RANK; start with"),
+        (
+            {"MASTER_ADDR": None},
+            {},
+            r"torchrun's environment, got none with MASTER_ADDR; start with",
+        ),
+        ({"RANK": None}, {}, r"torchrun's environment, got none with RANK; start with"),
         ({"WORLD_SIZE": "two"}, {}, r"expected an integer in the environment, got WORLD_SIZE=two"),
         ({"RANK": "-1"}, {}, r"expected an integer in the environment, got RANK=-1"),
+        ({"LOCAL_WORLD_SIZE": "x"}, {}, r"integer in the environment, got LOCAL_WORLD_SIZE=x"),
         ({"RANK": "2"}, {}, r"expected RANK below WORLD_SIZE=2, got RANK=2"),
         ({}, {"tp": 3}, r"got tp=3 with world_size=2"),  # before anything connects
         ({"RANK": "1"}, {"timeout_s": 1}, r"rank 1 could not connect 2 ranks at 127\.0\.0\.1:1 \("),

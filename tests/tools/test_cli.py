@@ -94,6 +94,12 @@ MISTAKES = [
         for name in ("sample", "verify", "inspect")
     ),
     ("info now", "fastpar info: expected no options, got now; drop them"),
+    (
+        "sample --prompt \udcffab",
+        "fastpar sample: expected arguments in UTF-8, got '\\udcffab'; use",
+    ),
+    ("train --out=r8\udcfc", "fastpar train: expected arguments in UTF-8, got '--out=r8\\udcfc'"),
+    ("train --config none.json", "read_settings: expected a settings file, got path=none.json"),
 ]
 
 
@@ -197,6 +203,26 @@ def test_nproc_under_torchrun_is_refused(monkeypatch):
         parse_train(["--nproc", "2"])
 
 
+@sweep(
+    ("values", "words"),
+    [
+        ({"RANK": "0"}, "Mesh: expected torchrun's environment, got none with WORLD_SIZE; start"),
+        ({"WORLD_SIZE": "2"}, "Mesh: expected torchrun's environment, got none with RANK; start"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
+         "Mesh: expected an integer in the environment, got RANK=x; start with torchrun"),
+    ],
+)  # fmt: skip
+def test_half_of_a_ranks_environment_is_one_line(values, words, monkeypatch, capsys):
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    with monkeypatch.context() as patch:
+        for name, value in values.items():
+            patch.setenv(name, value)
+        for command in ("train", "profile"):
+            assert fastpar(command) == 2
+            [line] = capsys.readouterr().err.splitlines()
+            assert line.startswith(words)
+
+
 def test_without_tyro_the_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert main(["train"]) == 1
@@ -229,9 +255,10 @@ def test_train_then_sample_export_and_info(here, capsys, monkeypatch):
     assert fastpar(f"sample runs/micro-text/latest {options}") == 0
     assert capsys.readouterr().out == first
 
-    monkeypatch.setattr(sys, "stdin", io.StringIO("god\n\u4e16\nthe\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("god\n\u4e16\n\udcff\nthe\n"))
     assert fastpar("sample runs/micro-text --interactive --max-new-tokens 3 --num-samples 1") == 0
-    typed = capsys.readouterr().out
+    typed, notes = capsys.readouterr()
+    assert "sample: expected a prompt in UTF-8, got prompt='\\udcff'; correct it" in notes
     assert typed.startswith("god")
     assert "\nthe" in typed
     assert fastpar("sample runs/micro-text --interactive --prompt god") == 2
