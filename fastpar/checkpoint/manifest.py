@@ -42,6 +42,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastpar.files.packages import to_install
 from fastpar.files.plain_files import (
     JSON_BYTES,
     is_plain_name,
@@ -228,8 +229,8 @@ def _parse(file: Path, content: bytes) -> Manifest:
     for entry in (*raw["files"].values(), *raw["weights"], *raw["optimizer"]):
         if xxhash is None and entry.digest.startswith("xxh3:"):  # not damage: do not skip it
             raise VersionError(
-                f"read_manifest: the digests in {file} are XXH3, which needs the package xxhash; "
-                "run pip install xxhash"
+                f"read_manifest: expected the package xxhash for the XXH3 digests in {file}, got "
+                f"none; run {to_install('xxhash')}"
             )
         hasher(entry.digest)
     return Manifest(**raw)

