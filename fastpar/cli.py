@@ -392,9 +392,10 @@ class _Base(NamedTuple):
     changes: dict[str, Any]  # applied after the flags: the run to resume
     saved: dict[str, Any]  # settings of that run that differ from defaults and that no flag sets
     file: Path  # the config.json of that run
+    unknown: list[str]  # settings in it that this process does not know, with their values
 
 
-def _read_base(arguments: list[str]) -> _Base:
+def _read_base(arguments: list[str], *, quiet: bool = False) -> _Base:
     """Read the settings of files and of a run to resume; return them with the remaining flags."""
     first = argparse.ArgumentParser("fastpar train", add_help=False, allow_abbrev=False)
     first.add_argument("--config", metavar="FILE")
@@ -419,13 +420,13 @@ def _read_base(arguments: list[str]) -> _Base:
             )
     file = Path(out or "") / "config.json"
     resumes = out is not None and file.exists() and (known.resume or automatic)
-    base, saved = TrainFlags(), {}
+    base, saved, old = TrainFlags(), {}, []
     defaults = base.settings()
     if resumes:
         saved = {setting_name(name): value for name, value in read_settings(file).items()}
-        old = [f"{name}={saved.pop(name)}" for name in saved.keys() - defaults.keys()]
-        if old and os.environ.get("RANK", "0") == "0" and not launched_here():
-            _note(f"train: ignored settings of another version: {', '.join(sorted(old))}")
+        old = sorted(f"{name}={saved.pop(name)}" for name in saved.keys() - defaults.keys())
+        if old and not quiet and os.environ.get("RANK", "0") == "0" and not launched_here():
+            _note(f"train: ignored settings of another version: {', '.join(old)}")
         base = base.replace(saved, str(file))
     base = base.replace(given, str(files.config))
     unset = {setting_name(name.lstrip("-")) for name in files.unset}
@@ -438,19 +439,26 @@ def _read_base(arguments: list[str]) -> _Base:
         if name in saved and name not in overridden and value != defaults[name]
     }
     changes = {"out": out, "resume": resumes, "auto_resume": True} if automatic else {}
-    return _Base(base, arguments, changes, saved, file)
+    return _Base(base, arguments, changes, saved, file, old)
 
 
 @contextlib.contextmanager
 def _naming_saved_settings(arguments: list[str]) -> Iterator[None]:
-    """If an error says to drop a flag that the resumed run has set, say how to unset it."""
+    """If an error says to drop a flag that the resumed run has set, say how to unset it; if its
+    checkpoint does not fit, name its settings that this process does not know."""
     try:
         yield
     except ValueError as error:
         text, _, advice = str(error).rpartition("; ")
-        if not re.search("leave|drop", advice):
+        about_state = "--resume" in arguments and "/checkpoints/step_" in text
+        if not about_state and not re.search("leave|drop", advice):
             raise
-        base = _read_base(arguments)
+        base = _read_base(arguments, quiet=True)
+        if about_state and base.unknown:
+            raise ValueError(
+                f"{text}; {base.file} has {', '.join(base.unknown)}, unknown here: before it "
+                "resumes, register the axis that has this setting (fastpar.axes.register)"
+            ) from None
         where = f"{text} {advice}" if "drop one of them" in advice else advice
         flags = {setting_name(flag) for flag in re.findall(r"--(?:no-)?([\w-]+)", where)}
         named = {name: value for name, value in base.saved.items() if name in flags}

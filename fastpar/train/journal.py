@@ -388,15 +388,16 @@ class RunFolder:
             echo(f"stopped by {name} after step {step}, saved in {self.path}\n{resume}", flush=True)
             return
         echo(RULE)
-        with (
-            self._reporting("samples"),
-            (self.path / "samples.txt").open("a", encoding="utf-8") as file,
-        ):
-            file.write(f"== step {step}\n")
-            for piece in sample(model, data.tokenizer, config.sample, seed=config.run.seed):
-                echo(piece, end="", flush=True)
-                file.write(piece)
-        echo(RULE)
+        if config.sample.num_samples:
+            with (
+                self._reporting("samples"),
+                (self.path / "samples.txt").open("a", encoding="utf-8") as file,
+            ):
+                file.write(f"== step {step}\n")
+                for piece in sample(model, data.tokenizer, config.sample, seed=config.run.seed):
+                    echo(piece, end="", flush=True)
+                    file.write(piece)
+            echo(RULE)
         lines = [*self.notes, f"{step} steps, {runs.duration(seconds)}; see {picture}"]
         if val_loss is not None:
             lines[-1] = f"validation loss {val_loss:.4f} after {lines[-1]}"
