@@ -15,7 +15,6 @@ import os
 import pstats
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -388,12 +387,10 @@ def nccl() -> Found:
 
     from fastpar.comm.transports import TorchCollectives
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        where = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     gpu = torch.device("cuda:0")
     torch.cuda.set_device(gpu)
-    dist.init_process_group("nccl", init_method=where, rank=0, world_size=1, device_id=gpu)
+    alone: Any = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl", device_id=gpu, **alone)
     for ordered in (False, True):
         comm = TorchCollectives(device=gpu, in_rank_order=ordered)
         for dtype in (WIDE, HALF[0], torch.uint8):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from bench.peers import stock
 from bench.peers.stock import stock_model
 from fastpar.axes.pipeline.schedules import cut
-from fastpar.comm.mesh import gather_objects
+from fastpar.comm.mesh import gather_tensors
 from fastpar.observe.strategies import Contender, Settings, adamw_of, import_deepspeed
 from fastpar.settings.model import GPTConfig, part_flops
 
@@ -67,7 +67,7 @@ class _Pipeline(Contender):
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for theirs in reversed(gather_objects(self.own_weights())):
+        for theirs in reversed(gather_tensors(self.own_weights())):
             yield from theirs.items()
 
 

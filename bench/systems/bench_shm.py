@@ -18,6 +18,7 @@ from torch import Tensor
 from bench.harness import Bench
 from bench.records import Row
 from fastpar.comm.collectives import Collectives
+from fastpar.comm.mesh import gather_objects
 from fastpar.comm.ranks import reason
 from fastpar.comm.transports import make_collectives
 from fastpar.doctor.trial import Call
@@ -88,9 +89,7 @@ def attempt(make: Any) -> tuple[Any, str | None]:
         result = make()
     except Exception as error:
         why = reason(error)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, why)
-    return result, next((w for w in everyone if w is not None), None)
+    return result, next((w for w in gather_objects(why) if w is not None), None)
 
 
 def measure(op: str, numel: int, rounds: int, timeout_s: float) -> dict[str, Any]:

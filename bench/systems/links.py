@@ -14,6 +14,7 @@ Nothing outside of the two namespaces is touched.
 
 import contextlib
 import itertools
+import os
 import pkgutil
 import shutil
 import subprocess
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fastpar.comm import ranks as comm
+from fastpar.comm.mesh import initialize
 
 DEVICE, ADDRESSES = "fastpar0", tuple(f"10.211.7.{i}" for i in range(1, 17))
 TOOLS = ("unshare", "nsenter", "ip", "tc", "cat")
@@ -209,7 +211,8 @@ class Probe:
     """Measures the link it is on by bare all-reduces."""
 
     def __init__(self) -> None:
-        dist.init_process_group("gloo")
+        rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        initialize(rank, world_size, torch.device("cpu"), 600.0)
 
     def all_reduce_ms(self, rounds: int, size_bytes: int = PROBE_BYTES) -> list[float]:
         x = torch.randn(size_bytes // 4)

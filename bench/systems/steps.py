@@ -26,12 +26,10 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bench.harness import Bench
@@ -40,6 +38,7 @@ from bench.peers.stock import stock_model
 from bench.records import Row
 from bench.systems.links import Link, Ranks
 from fastpar.comm.host import memory_mb
+from fastpar.comm.mesh import initialize
 from fastpar.comm.ranks import RankFailed
 from fastpar.kernels import keep_freed_memory
 from fastpar.observe.strategies import Settings, adamw_of, import_deepspeed
@@ -95,7 +94,7 @@ class Rank:
         if trial.linked:
             keep_freed_memory()  # in every contender, as fastpar's trainer does
         if trial.ranks > 1:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=trial.timeout_s))
+            initialize(int(os.environ["RANK"]), trial.ranks, torch.device("cpu"), trial.timeout_s)
         if trial.name.startswith("DeepSpeed"):
             if (
                 trial.linked

@@ -19,6 +19,7 @@ import contextlib
 import copy
 import hashlib
 import itertools
+import json
 import math
 import os
 import uuid
@@ -33,7 +34,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fastpar.comm.nodes import adopt_scheduler, interface_of_peers
+from fastpar.comm.nodes import (
+    LOOPBACK,
+    adopt_scheduler,
+    host_of_store,
+    interface_of_peers,
+    loopback,
+    serve_store,
+)
 from fastpar.comm.watchdog import waiting
 from fastpar.settings.mesh import (
     AXES,
@@ -383,11 +391,51 @@ class Mesh:
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The object of every rank of a group, in rank order. Ranks: all of the group."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
+    """The value of every rank of a group, in rank order. Ranks: all of the group.
+
+    They are sent as JSON (a tuple arrives as a list): who unpickles runs what the sender wrote.
+    """
+    texts = _gather_bytes(
+        torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8), group
+    )
+    return [json.loads(text.numpy().tobytes()) for text in texts]
+
+
+def gather_tensors(
+    mine: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
+) -> list[dict[str, Tensor]]:
+    """The named tensors of every rank of a group, in rank order, on the device of `mine`.
+
+    Ranks: all of the group.
+    """
+    device = next(iter(mine.values())).device
+    kinds = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in mine.items()]
+    raw = [t.detach().contiguous().view(-1).view(torch.uint8) for t in mine.values()]
+    found = []
+    for theirs, packed in zip(gather_objects(kinds, group), _gather_bytes(torch.cat(raw), group)):
+        named, start = {}, 0
+        for name, dtype, shape in theirs:
+            of = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            part = packed[start : start + of.nbytes].clone()  # aligned for a wider dtype
+            named[name] = of.copy_(part.view(of.dtype).view(shape))
+            start += of.nbytes
+        found.append(named)
+    return found
+
+
+def _gather_bytes(mine: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """The bytes of every rank. A group of GPUs that Mesh did not make may have NCCL alone."""
+    device = "cpu" if "cpu" in dist.get_backend_config(group) else "cuda"
+    n = dist.get_world_size(group)
     with waiting("gathering objects"):
-        dist.all_gather_object(everyone, mine, group=group)
-    return everyone
+        sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(n)]
+        dist.all_gather(sizes, torch.full_like(sizes[0], mine.numel()), group=group)
+        lengths = [int(size) for size in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+        padded[: mine.numel()].copy_(mine)
+        everyone = [torch.empty_like(padded) for _ in range(n)]
+        dist.all_gather(everyone, padded, group=group)
+        return [each[:length].cpu() for each, length in zip(everyone, lengths)]
 
 
 def first_difference(everyone: Sequence[Sequence[str]]) -> tuple[int, str, str]:
@@ -454,24 +502,27 @@ def initialize(rank: int, world_size: int, device: torch.device, timeout_s: floa
     """Make the default process group from the environment; returns an id of this start."""
     on_gpu = device.type == "cuda"
     name = ""
-    elsewhere = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size
-    if elsewhere and "GLOO_SOCKET_IFNAME" not in os.environ:
-        interface = interface_of_peers(os.environ["MASTER_ADDR"])
-        if interface is not None:
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))  # 0: unknown
+    if "GLOO_SOCKET_IFNAME" not in os.environ and ranks_here:
+        master = os.environ["MASTER_ADDR"]
+        alone = ranks_here == world_size
+        if (interface := loopback() if alone else interface_of_peers(master)) is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
-    there: dict[str, Any] = {}
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
             store, name = _store_of_start(rank, world_size, timeout_s)
-            there = {"store": store, "rank": rank, "world_size": world_size}
+        else:
+            store = _store_of_rank_0(rank, world_size, timeout_s, ranks_here)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",  # small objects are sent as CPU tensors
             timeout=timedelta(seconds=timeout_s),
             device_id=device if on_gpu else None,
-            **there,
+            store=store,
+            rank=rank,
+            world_size=world_size,
         )
         return name
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -479,6 +530,21 @@ def initialize(rank: int, world_size: int, device: torch.device, timeout_s: floa
             f"Mesh: rank {rank} could not connect {world_size} ranks at {address} ({error}); check "
             "that every rank runs and can reach this address"
         ) from error
+
+
+def _store_of_rank_0(
+    rank: int, world_size: int, timeout_s: float, ranks_here: int
+) -> dist.TCPStore:
+    """The store of ranks whose starter keeps none; rank 0 has it, on one interface only."""
+    master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=timeout_s)
+    if ranks_here == world_size:
+        master = LOOPBACK
+    elif ranks_here:
+        master = host_of_store(master, os.environ.get("GLOO_SOCKET_IFNAME"))
+    if rank:
+        return dist.TCPStore(master, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return serve_store(master, port, timeout)
 
 
 def _store_of_start(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, str]:

@@ -1,8 +1,16 @@
-"""Ranks on several machines: the environment of srun and mpirun, and the network interface."""
+"""Ranks on several machines: the environment of srun and mpirun, and the network interface.
+
+[Note: who may connect] Whoever reaches the ranks' store can read and change all that it holds, and
+torch opens it on all interfaces. So the store is given a socket that listens on one address only:
+the loopback address if all ranks are on this machine, else that on which the other machines reach
+rank 0. torchrun makes its own store, on all interfaces of the first machine. Ranks exchange values
+as JSON, never pickles (mesh.py).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import re
@@ -10,7 +18,11 @@ import socket
 import struct
 import zlib
 from collections.abc import MutableMapping
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+LOOPBACK = "127.0.0.1"
 
 
 def adopt_scheduler(environment: MutableMapping[str, str]) -> None:
@@ -42,7 +54,7 @@ def adopt_scheduler(environment: MutableMapping[str, str]) -> None:
         if first and who == "srun":
             own["MASTER_ADDR"] = "".join(part or "" for part in first.groups())
         elif ranks_here == environment[size]:
-            own["MASTER_ADDR"] = "127.0.0.1"
+            own["MASTER_ADDR"] = LOOPBACK
         else:
             raise ValueError(
                 f"fastpar: {who} started {environment[size]} ranks on several machines, but the "
@@ -70,6 +82,83 @@ _SCHEDULERS = (
 )
 
 
+def serve_store(host: str, port: int, timeout: timedelta = timedelta(minutes=5)) -> Any:
+    """The TCPStore of all ranks, which listens only where `host` is; see [Note: who may connect].
+
+    Args:
+        port: 0: any free one, which the store's attribute `port` names.
+    """
+    import torch.distributed as dist
+
+    listening = listen(host, port)
+    address, port = listening.getsockname()[:2]
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on the address of a host name of this machine, on no other one.
+
+    Behind an address that is translated, such as a service's in a cluster, it listens on the
+    address from which this machine would connect to it.
+    """
+    last: OSError | None = None
+    for family, kind, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        for address in (str(place[0]), _own_end(str(place[0]))):
+            listening = socket.socket(family, kind)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listening.bind((address, *place[1:]))
+                listening.listen()
+                return listening
+            except OSError as error:
+                listening.close()
+                last = error
+                if error.errno != errno.EADDRNOTAVAIL:
+                    break
+    raise last or OSError(f"{host} has no address")
+
+
+def host_of_store(master: str, interface: str | None) -> str:
+    """Where ranks of this machine reach the store of rank 0, if others are on other machines.
+
+    A name that is a loopback address here (Debian's 127.0.1.1) names this machine; the other
+    machines reach it on the interface of its ranks.
+    """
+    if not any(ipaddress.ip_address(address).is_loopback for address in _resolve(master)):
+        return master
+    names = (interface or "").split(",")
+    own = [address for address, name in _addresses().items() if name in names]
+    return next(iter(own or _resolve(socket.gethostname())), master)
+
+
+def loopback() -> str | None:
+    """The name of the loopback interface; None if it has another one than Linux gives it."""
+    return next((name for _, name in socket.if_nameindex() if name == "lo"), None)
+
+
+def _resolve(host: str) -> list[str]:
+    """The addresses of a host name; none if it is unknown."""
+    with contextlib.suppress(OSError):
+        return [str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)]
+    return []
+
+
+def _own_end(address: str) -> str | None:
+    """The address of this machine from which it would connect to another one."""
+    kind = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing, only looks up the route
+        return str(probe.getsockname()[0])
+    return None
+
+
 def interface_of_peers(master: str) -> str | None:
     """The network interface on which ranks of other machines reach this one.
 
@@ -79,22 +168,14 @@ def interface_of_peers(master: str) -> str | None:
         ValueError: the host name has a loopback address, and there are several interfaces.
     """
 
-    def of(host: str) -> list[str]:
-        with contextlib.suppress(OSError):
-            return [str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)]
-        return []
-
     name = socket.gethostname()
-    own = of(name)
+    own = _resolve(name)
     if own and not ipaddress.ip_address(own[0]).is_loopback:
         return None
     known = _addresses()
-    for address in of(master):
-        kind = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with contextlib.suppress(OSError), socket.socket(kind, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # sends nothing, only looks up the route
-            if (found := known.get(probe.getsockname()[0])) is not None:
-                return found
+    for address in _resolve(master):
+        if (found := known.get(_own_end(address) or "")) is not None:
+            return found
     others = sorted(set(known.values()))
     if len(others) == 1:
         return others[0]

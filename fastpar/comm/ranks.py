@@ -30,7 +30,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -43,6 +42,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
+from fastpar.comm.nodes import LOOPBACK, loopback, serve_store
 from fastpar.comm.watchdog import HUNG
 from fastpar.files.packages import call_command
 
@@ -94,9 +94,7 @@ def threads_per_rank(asked: int | None, ranks_here: int) -> int:
 
 def make_store() -> Any:
     """The TCPStore of later ranks: reserves a port before they start, and outlives them."""
-    import torch.distributed as dist
-
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return serve_store(LOOPBACK, 0)
 
 
 def rank_environment(rank: int, nproc: int, port: int, threads: int) -> dict[str, str]:
@@ -106,15 +104,15 @@ def rank_environment(rank: int, nproc: int, port: int, threads: int) -> dict[str
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 too connects to the starter's store
         "OMP_NUM_THREADS": str(threads),
         _LAUNCHER: "1",
     }
     # By default gloo resolves the host name, which many containers and laptops cannot resolve.
-    if any(name == "lo" for _, name in socket.if_nameindex()):
-        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    if (interface := os.environ.get("GLOO_SOCKET_IFNAME", loopback())) is not None:
+        environment["GLOO_SOCKET_IFNAME"] = interface
     return environment
 
 

@@ -603,7 +603,8 @@ def _share(group: dist.ProcessGroup | None, rank: int, size: int) -> tuple[mmap.
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except (OSError, AttributeError) as error:
             reason = f"rank {rank} cannot make shared memory ({error})"
-        first, pids = _exchange_places(group, (place, os.getpid(), fd, token, reason))
+        mine = (place, os.getpid(), fd, token.hex(), reason)
+        first, pids = _exchange_places(group, mine)
         try:
             block = _attach(rank, fd, first, size)
         except OSError as error:
@@ -648,9 +649,10 @@ def _exchange_places(group: dist.ProcessGroup | None, mine: tuple) -> tuple[tupl
 def _attach(rank: int, fd: int, first: tuple, size: int) -> mmap.mmap:
     """This rank's mapping of rank 0's block."""
     _, pid, theirs, token, _ = first
+    mark = bytes.fromhex(token)
     opened = os.dup(fd) if rank == 0 else os.open(f"/proc/{pid}/fd/{theirs}", os.O_RDWR)
     try:
-        if os.pread(opened, len(token), size) != token:
+        if os.pread(opened, len(mark), size) != mark:
             raise OSError(f"process {pid} is not rank 0")
         return mmap.mmap(opened, size)
     finally:

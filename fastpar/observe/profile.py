@@ -23,7 +23,7 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -173,7 +173,9 @@ def profile(trainer: Trained, options: argparse.Namespace) -> int:
     everyone = [steps]
     if mesh.world_size > 1:
         assert dist.group.WORLD is not None
-        everyone = gather_objects(steps, dist.group.WORLD)
+        mine = [[astuple(span) for span in step] for step in steps]
+        found = gather_objects(mine, dist.group.WORLD)
+        everyone = [[[Span(*span) for span in step] for step in theirs] for theirs in found]
     if mesh.is_main:
         print("\n".join(["", *report.lines()]))
         on_gpu, piped = mesh.device.type == "cuda", trainer.engine.shards.stages is not None

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastpar.comm.mesh import Mesh, gather_objects
+from fastpar.comm.mesh import Mesh, gather_tensors
 from fastpar.engine.engine import engine_of
 from fastpar.engine.parallelize import parallelize
 from fastpar.engine.pipeline_step import pipeline_step
@@ -254,9 +254,8 @@ class _Pipeline(_Fastpar):
         return pipeline_step(self.model, x, y, micro_batches=len(batches))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        # Without clone() a view would be sent with its whole buffer.
-        mine = {name: w.clone() for name, w in super().weights()}
-        for theirs in gather_objects(mine, self.engine.mesh.group("pp")):
+        mine = {name: w.clone() for name, w in super().weights()}  # gathered only until the end
+        for theirs in gather_tensors(mine, self.engine.mesh.group("pp")):
             yield from theirs.items()
 
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from cells import sweep
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
-from fastpar.comm.mesh import AXES, Mesh, _pick_device, gather_objects, ranks_along
+from fastpar.comm.mesh import AXES, Mesh, _pick_device, gather_objects, gather_tensors, ranks_along
 from fastpar.comm.ranks import Ranks, make_store
 from fastpar.engine.parallelize import parallelize
 from fastpar.testing import run_ranks
@@ -201,6 +202,34 @@ def test_ranks_of_torchruns_environment():
         (2, 1, 2, 0, 2, 0b0101, 0, 0b1100, 2),
         (3, 1, 2, 1, 2, 0b1010, 1, 0b1100, 2),
     ]
+
+
+def exchanged():
+    """What two ranks receive of each other."""
+    rank = dist.get_rank()
+    values = gather_objects({"rank": rank, "a": [None, 0.1, "\u00e9" * 40 * rank]})
+    tensors = {
+        "wide": torch.full((2, 3), 1 / 3 + rank, dtype=torch.float64),
+        "narrow": torch.tensor(1.5 + rank, dtype=torch.bfloat16),
+        "none": torch.empty(0, 4),
+        "some": torch.arange(3 + rank, dtype=torch.int16)[::2],
+    }
+    return values, tensors, gather_tensors(tensors)
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_values_and_tensors_of_every_rank_arrive(backend):
+    found = run_ranks(exchanged, 2, backend=backend)
+    assert found[0][0] == found[1][0]
+    assert [value["rank"] for value in found[0][0]] == [0, 1]
+    assert found[0][0][1]["a"] == [None, 0.1, "\u00e9" * 40]
+    for _, _, received in found:
+        for (_, sent, _), theirs in zip(found, received, strict=True):
+            assert list(theirs) == list(sent)
+            for name, value in sent.items():
+                assert_close(theirs[name], value, rtol=0, atol=0)
+    with pytest.raises(TypeError, match="not JSON serializable"):  # nothing is pickled
+        run_ranks(gather_objects, 1, {1j}, backend="threads")
 
 
 def start_over(rank, first):

@@ -122,6 +122,8 @@ def test_the_default_group_has_gloo_for_objects_and_those_beside_it_nccl_alone(n
         assert made == [([[0, 1], [2, 3]], expected)]
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: made.append((*a, k)))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
     gpu, cpu = torch.device("cuda", 3), torch.device("cpu")
     for device, backend, bound in [(gpu, "cpu:gloo,cuda:nccl", gpu), (cpu, "gloo", None)]:
         initialize(0, 2, device, 30.0)

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import slow
+from sockets import of_processes
 
 from fastpar.comm import ranks
 from fastpar.comm.host import memory_mb
@@ -34,6 +36,24 @@ def test_ranks_without_a_group_and_bad_numbers():
         run_ranks(environment, 0)
     with pytest.raises(ValueError, match=r"expected backend threads or gloo, got backend=mpi"):
         run_ranks(environment, 2, backend="mpi")
+
+
+def listens(rank):
+    rank.barrier()
+    dist.all_reduce(torch.ones(1))
+    return of_processes(os.getpid())
+
+
+def test_ranks_and_their_store_listen_on_the_loopback_interface_alone():
+    """Whoever reaches the store can read and change all that ranks exchange."""
+    with ranks.Ranks(2, device="cpu", fork=True) as pool:
+        port = pool._store.port
+        found = [of_processes(os.getpid()), *pool.call(listens)]
+        socket.create_connection(("127.0.0.1", port), 5).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), 5)
+    assert ("127.0.0.1", port) in found[0]
+    assert all({host for host, _ in one} == {"127.0.0.1"} for one in found[1:]), found
 
 
 class StrangeError(Exception):

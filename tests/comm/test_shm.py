@@ -156,7 +156,7 @@ def attach_another(rank, fd, first, size, *, token, attach=transports._attach):
     """Rank 1 finds another file than rank 0 meant, or none."""
     place, pid, theirs, right, reason = first
     theirs = 999 if rank and not token else theirs
-    return attach(rank, fd, (place, pid, theirs, bytes(16) if token else right, reason), size)
+    return attach(rank, fd, (place, pid, theirs, bytes(16).hex() if token else right, reason), size)
 
 
 def refuse(*args):

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from fastpar.comm import watchdog
+from fastpar.comm.ranks import make_store
 
 TIMEOUT_S = 1.2
 
@@ -22,7 +23,7 @@ class Ranks:
     """Threads with a watchdog each; what each of them said."""
 
     def __init__(self, world_size):
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = make_store()
         self.world_size, self.said, self.dogs = world_size, {}, {}
         self.released, self.threads = threading.Event(), []
 
@@ -185,10 +186,9 @@ def test_time_in_which_this_rank_stood_still_is_not_counted():
     """SIGSTOP and SIGCONT of a whole run, as a laptop that sleeps: nobody is accused."""
     code = f"""
 import time
-import torch.distributed as dist
+from fastpar.comm.ranks import make_store
 from fastpar.comm.watchdog import Watchdog, waiting
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-with Watchdog(0, 2, timeout_s={TIMEOUT_S}, store=store), waiting("all_reduce"):
+with Watchdog(0, 2, timeout_s={TIMEOUT_S}, store=make_store()), waiting("all_reduce"):
     print("up", flush=True)
     time.sleep({0.3 + 2.5 * TIMEOUT_S + 0.7})
 print("ended", flush=True)

@@ -15,11 +15,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from fault_runs import TRAIN, enter, wait_for
+from fault_runs import FASTPAR, TRAIN, enter, ranks_of, torchrun, wait_for
+from sockets import listening, of_processes
 
 from bench.systems.links import ADDRESSES, DEVICE, Link, NoLinkError
 from fastpar.comm import nodes as comm
-from fastpar.comm.nodes import adopt_scheduler, interface_of_peers
+from fastpar.comm.nodes import adopt_scheduler, host_of_store, interface_of_peers, listen
 from fastpar.settings.options import TrainFlags
 from fastpar.train.journal import read_metrics
 
@@ -38,6 +39,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-a-17@1",
 }  # fmt: skip
+LOCAL = "OMPI_COMM_WORLD_LOCAL_SIZE"
 HYDRA = {
     "PMI_ID": "1", "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2",
 }  # fmt: skip
@@ -111,6 +113,36 @@ def test_a_host_whose_name_is_a_loopback_address(monkeypatch, own, routed, there
     else:
         with pytest.raises(ValueError, match=rf"GLOO_SOCKET_IFNAME .* \({expected}\)"):
             interface_of_peers("master")
+
+
+@pytest.mark.parametrize(
+    ("master", "interface", "expected"),
+    [
+        ("10.0.0.1", "eth0", "10.0.0.1"),
+        ("127.0.1.1", "ib0", "10.9.0.1"),  # Debian: the host's own name
+        ("127.0.1.1", "eth0,ib0", "10.0.0.1"),
+        ("127.0.1.1", None, "10.0.0.7"),  # what peers know of it by its name
+    ],
+)
+def test_where_the_store_is_if_ranks_are_on_several_machines(
+    monkeypatch, master, interface, expected
+):
+    there = {"10.0.0.1": "eth0", "10.9.0.1": "ib0"}
+    monkeypatch.setattr(comm, "_addresses", lambda: there)
+    monkeypatch.setattr(comm, "_resolve", lambda host: [master if host == "m" else "10.0.0.7"])
+    assert host_of_store("m", interface) == ("m" if master == expected else expected)
+
+
+def test_a_socket_listens_on_one_address(monkeypatch):
+    with listen("localhost", 0) as one:
+        address, port = one.getsockname()[:2]
+        assert address in ("127.0.0.1", "::1")
+        with pytest.raises(OSError, match="in use"):
+            listen(address, port)
+    # An address that is not this machine's own, as that of a service in a cluster.
+    monkeypatch.setattr(comm, "_own_end", lambda address: "127.0.0.5")
+    with listen("203.0.113.9", 0) as behind:
+        assert behind.getsockname()[0] == "127.0.0.5"
 
 
 def test_no_flag_is_taken_for_one_of_torchruns():
@@ -240,19 +272,70 @@ def test_hosts_whose_names_are_loopback_addresses(two):
     assert steps() == 20
 
 
-@pytest.mark.slow
-def test_srun_without_torchrun(two):
-    nodes = two()
+def srun(nodes, *options):
+    """The ranks that srun starts on two nodes."""
     step = {
         "SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
         "SLURM_STEP_NODELIST": "node[0-1]",
     }  # fmt: skip
-    command = (sys.executable, "-m", "fastpar", *TRAIN, *SHORT)
-    started = [nodes.run(int(n), *command, SLURM_PROCID=n, SLURM_NODEID=n, **step) for n in "01"]
-    (code, out), (other, _) = map(ended, started)
+    command = (*FASTPAR, *TRAIN, *options)
+    return [nodes.run(int(n), *command, SLURM_PROCID=n, SLURM_NODEID=n, **step) for n in "01"]
+
+
+@pytest.mark.slow
+def test_srun_without_torchrun(two):
+    (code, out), (other, _) = map(ended, srun(two(), *SHORT))
     assert (code, other) == (0, 0), out
     assert "ranks 2" in out
+
+
+TABLES = ("cat", "/proc/net/tcp", "/proc/net/tcp6")
+CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 5)"
+
+
+@pytest.mark.slow
+def test_ranks_of_one_machine_cannot_be_reached_from_another(two):
+    nodes = two()
+    run = nodes.run(0, *FASTPAR, *TRAIN, *ENDLESS, "--nproc=2")
+    wait_for_step(5, run)
+    open_ = listening(ended(nodes.run(0, *TABLES))[1])
+    assert len(open_) >= 3  # the store, and each rank's
+    assert {address for address, _ in open_} == {"127.0.0.1"}
+    for _, port in open_:
+        code, out = ended(nodes.run(1, sys.executable, "-c", CONNECT, ADDRESSES[0], port))
+        assert code == 1, out
+        assert "ConnectionRefusedError" in out
+
+
+@pytest.mark.slow
+def test_ranks_of_two_machines_listen_on_the_network_between_them(two):
+    nodes = two()
+    started = srun(nodes, *ENDLESS)
+    wait_for_step(5, *started)
+    for i, address in enumerate(ADDRESSES[:2]):
+        open_ = listening(ended(nodes.run(i, *TABLES))[1])
+        assert {host for host, _ in open_} == {address}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", ["mpirun", "torchrun"])
+def test_other_starters_ranks_listen_on_the_loopback_interface_alone(here, start, starter):
+    """torchrun itself listens on all."""
+    if starter == "torchrun":
+        run = start(*torchrun(2), *TRAIN, *ENDLESS)
+        wait_for_step(5, run)
+        ranks = list(ranks_of(run.pid).values())
+    else:
+        job = {**OPEN_MPI, **dict.fromkeys(("OMPI_COMM_WORLD_SIZE", LOCAL), "2")}
+        number = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"
+        runs = [
+            start(*FASTPAR, *TRAIN, *ENDLESS, env={**job, **dict.fromkeys(number, rank)})
+            for rank in "01"
+        ]
+        wait_for_step(5, *runs)
+        ranks = [run.pid for run in runs]
+    assert {host for host, _ in of_processes(*ranks)} == {"127.0.0.1"}
 
 
 @pytest.mark.slow

@@ -223,6 +223,17 @@ def test_each_collective_has_one_home():
             assert path.stem in ("transports", "mesh"), path.name
 
 
+def test_ranks_exchange_no_pickles_and_stores_are_made_in_one_place():
+    """torch's own store listens on all interfaces, and who unpickles runs what the sender wrote."""
+    pickled = re.compile(r"\bdist\w*\.\w+_object(_list|s)?\b")
+    made = re.compile(r"\bTCPStore\(|\binit_method=")
+    for folder in ("fastpar", "bench"):
+        for path in sources(folder):
+            text = path.read_text()
+            assert not pickled.search(text), path
+            assert path.name in ("nodes.py", "mesh.py") or not made.search(text), path
+
+
 def test_public_functions_have_docstrings():
     for package in ("kernels", "fastpar", "bench"):
         for path in sources(package):
