@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dis
 import io
 import itertools
 import math
@@ -40,11 +41,6 @@ from fastpar.settings.rules import check_synchronous, rules_text, without_idle
 from fastpar.train import launch
 
 _BROKEN_PIPE = 128 + 13  # the exit status of SIGPIPE
-# The two forms of messages for users: about a value, and about two settings (settings/rules.py).
-_WRITTEN_FOR_USERS = re.compile(
-    r"[\w.]+(?: \w+)?: expected |"
-    r"[\w-]+(?:[ =][\w.-]+)? (?:does not support|has no effect with(?:out)?|needs) .+; "
-)
 # Command NAME is the function _NAME of this file.
 COMMANDS = {
     "train": "train a GPT-2 on text (--nproc N: with N ranks on this machine)",
@@ -227,7 +223,7 @@ def _leave(error: Exception) -> int:
         status, step, why = LOST_PEER, activity().step, str(error).splitlines()[0]
         at = "" if step is None else f" in step {step}"
         line = f"rank {os.environ['RANK']} stopped{at}: another rank has ended ({why})"
-    elif _WRITTEN_FOR_USERS.match(str(error)):
+    elif _is_refusal(error):
         line = str(error)
     elif isinstance(error, RankFailed):
         line = f"fastpar: {error}"
@@ -251,6 +247,21 @@ def _leave(error: Exception) -> int:
         # Skip destructors: that of a process group can wait forever for lost peers.
         os._exit(status)
     return status
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a raise statement of fastpar made the error: then its text is written for users.
+
+    Errors that Python, torch or another package raises are defects of fastpar, or of the machine.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not isinstance(error, ValueError | RuntimeError | ImportError | OSError):
+        return False
+    module = str(trace.tb_frame.f_globals.get("__name__"))
+    raised = trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return raised and module.partition(".")[0] == "fastpar"
 
 
 _SAVES_MEMORY = (

@@ -19,6 +19,7 @@ from fault_runs import FASTPAR, TRAIN, enter, ranks_of, torchrun, wait_for
 from sockets import listening, of_processes
 
 from bench.systems.links import ADDRESSES, DEVICE, Link, NoLinkError
+from fastpar.cli import main
 from fastpar.comm import nodes as comm
 from fastpar.comm.nodes import adopt_scheduler, host_of_store, interface_of_peers, listen
 from fastpar.settings.options import TrainFlags
@@ -69,7 +70,9 @@ def test_ranks_of_a_scheduler(environment, rank, size, local, here, address):
     assert others["MASTER_PORT"] == found["MASTER_PORT"]  # the same on all ranks
 
 
-def test_other_environments_stay_and_several_machines_need_the_address_of_the_first():
+def test_other_environments_stay_and_several_machines_need_the_address_of_the_first(
+    monkeypatch, capsys
+):
     for environment in (
         {},
         {name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID")},  # salloc
@@ -81,6 +84,11 @@ def test_other_environments_stay_and_several_machines_need_the_address_of_the_fi
         assert found == environment
     with pytest.raises(ValueError, match=r"set MASTER_ADDR to its host .* mpirun -x MASTER_ADDR"):
         adopt_scheduler(dict(OPEN_MPI))
+    for name, value in OPEN_MPI.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "mpirun started 4 ranks on several machines, but the address of rank 0" in line
 
 
 @pytest.mark.parametrize(

@@ -127,13 +127,28 @@ NO_CPU_MEMORY = (
     "[enforce fail at alloc_cpu.cpp:125] err == 0. DefaultCPUAllocator: can't allocate memory: you "
     "tried to allocate 250000000 bytes. Error code 12"
 )
+
+
+class Refused:
+    """A raise statement in a module of fastpar."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def raises(self, _):
+        exec("raise error", {"__name__": "fastpar.train.any", "error": self.error})
+
+
 TRACEBACK, MEMORY = "Traceback (most recent call last):", "fastpar: out of memory, "
 
 
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
-        (RuntimeError("train: expected finite"), 1, "train: expected finite"),
+        (Refused(ValueError("words of every form")), 2, "words of every form"),
+        (Refused(RuntimeError("the run diverged; lower lr")), 1, "the run diverged; lower lr"),
+        (Refused(KeyError("x")), 1, TRACEBACK),
+        (ValueError("train: expected x"), 1, TRACEBACK),  # of another package
         (RankFailed(1, "exit status 7"), 1, "fastpar: rank 1: exit status 7"),
         (ValueError("shapes differ"), 1, TRACEBACK),  # a defect
         (KeyError("x"), 1, TRACEBACK),
@@ -151,7 +166,8 @@ TRACEBACK, MEMORY = "Traceback (most recent call last):", "fastpar: out of memor
 )
 def test_what_ends_a_command(error, status, said, capsys, monkeypatch):
     """One line for what a user or a machine can change; a traceback of a defect alone."""
-    monkeypatch.setattr(cli, "_info", mock.Mock(side_effect=error))
+    command = error.raises if isinstance(error, Refused) else mock.Mock(side_effect=error)
+    monkeypatch.setattr(cli, "_info", command)
     assert main(["info"]) == status
     lines = capsys.readouterr().err
     assert lines.startswith(said)
