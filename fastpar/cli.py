@@ -27,6 +27,7 @@ from fastpar.comm.ranks import (
     is_rank,
     launched_here,
     lost_peer,
+    plain_words,
     threads_per_rank,
 )
 from fastpar.files.packages import import_package
@@ -220,7 +221,10 @@ def _leave(error: Exception) -> int:
     if is_rank() and lost_peer(error):
         from fastpar.comm.watchdog import activity
 
-        status, step, why = LOST_PEER, activity().step, str(error).splitlines()[0]
+        first: BaseException = error
+        while (cause := first.__cause__) is not None and lost_peer(cause):
+            first = cause
+        status, step, why = LOST_PEER, activity().step, plain_words(first).splitlines()[0]
         at = "" if step is None else f" in step {step}"
         line = f"rank {os.environ['RANK']} stopped{at}: another rank has ended ({why})"
     elif _is_refusal(error):

@@ -42,6 +42,7 @@ from fastpar.comm.nodes import (
     loopback,
     serve_store,
 )
+from fastpar.comm.ranks import plain_words
 from fastpar.comm.watchdog import waiting
 from fastpar.settings.mesh import (
     AXES,
@@ -54,6 +55,7 @@ from fastpar.settings.mesh import (
 )
 from fastpar.settings.rules import check
 
+_NEVER_S = 30 * 86400.0
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # torch 2.13 warns about the old name.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -94,7 +96,7 @@ class Mesh:
         tp_grid: as passed.
         device_mesh: torch's DeviceMesh of the axes with more than one rank; None if there is none.
         owns_process_group: whether this mesh made the process group; close() then destroys it.
-        timeout_s: as passed.
+        timeout_s: as passed, until trust_watchdog().
         start: an id of this start of the ranks, equal on all of them and new after a restart; empty
             unless torchrun's agent keeps the store.
     Ranks: every rank constructs it, before any other collective.
@@ -181,6 +183,17 @@ class Mesh:
             apart = [list(range(number, world_size, size)) for number in range(size)]
             vars(self)["outer_group"] = self._make_group(apart, ["outer replicas"])
 
+    def trust_watchdog(self) -> None:
+        """Let collectives wait as long as the run's watchdog lets them.
+
+        The timeouts of gloo and NCCL count the time in which this process was stopped (Ctrl-Z, a
+        batch system), and a wait over such a time would fail; the watchdog does not count it.
+        """
+        vars(self)["timeout_s"] = _NEVER_S
+        for group in (dist.group.WORLD, self.outer_group, *self._groups.values()):
+            if group is not None:
+                _set_timeout(group, _NEVER_S)
+
     def size(self, *axes: str) -> int:
         """Number of ranks along some axes together."""
         for axis in axes:
@@ -219,9 +232,7 @@ class Mesh:
         mine = next(tuple(members) for members in ranks if self.rank in members)
         if mine not in self._groups:
             if len(mine) == self.world_size and self.replicas == 1:
-                set_timeout: Any = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
-                if set_timeout is not None and dist.get_backend() not in ("threaded", "fake"):
-                    set_timeout(timedelta(seconds=self.timeout_s), dist.group.WORLD)
+                _set_timeout(dist.group.WORLD, self.timeout_s)
                 self._groups[mine] = self._connect(dist.distributed_c10d._get_default_group(), axes)
             else:
                 self._groups[mine] = self.new_group(*axes)
@@ -262,8 +273,8 @@ class Mesh:
         except RuntimeError as error:
             raise RuntimeError(
                 f"Mesh: the {dist.get_world_size(group)} ranks along {', '.join(axes)} could not "
-                f"reach each other (rank {self.rank}: {error}); check that every rank runs, and "
-                "the network between their hosts"
+                f"reach each other (rank {self.rank}: {plain_words(error)}); check that every rank "
+                "runs, and the network between their hosts"
             ) from error
         return group
 
@@ -388,6 +399,12 @@ class Mesh:
         for t, part in zip(tensors, packed.split([r.numel() for r in raw])):
             # clone: the part may not be aligned for a wider dtype
             t.detach().copy_(part.clone().view(t.dtype).view(t.shape))
+
+
+def _set_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
+    set_timeout: Any = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    if set_timeout is not None and dist.get_backend() not in ("threaded", "fake"):
+        set_timeout(timedelta(seconds=timeout_s), group)
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -527,8 +544,8 @@ def initialize(rank: int, world_size: int, device: torch.device, timeout_s: floa
             dist.destroy_process_group()
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RuntimeError(
-            f"Mesh: rank {rank} could not connect {world_size} ranks at {address} ({error}); check "
-            "that every rank runs and can reach this address"
+            f"Mesh: rank {rank} could not connect {world_size} ranks at {address} "
+            f"({plain_words(error)}); check that every rank runs and can reach this address"
         ) from error
 
 

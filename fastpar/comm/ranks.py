@@ -130,6 +130,16 @@ def lost_peer(error: BaseException) -> bool:
     return any(text in str(error) for text in _LOST_PEER_TEXTS)
 
 
+def plain_words(error: BaseException) -> str:
+    """An error's text without what gloo adds to it: a place in its source, advice, a smiley."""
+    return _OF_GLOO.sub("", str(error))
+
+
+_OF_GLOO = re.compile(
+    r"\[\S*/gloo/\S+\] |\. This is typically caused by [^\n]*?GLHF!(?: [^\x00-\x7f]+)?"
+)
+
+
 def without_paths(text: str) -> str:
     """The text in one line of ASCII, without paths of this machine."""
     text = re.sub(r"(?<![\w.])/[\w.+-]+(?:/[\w.+-]+)+", "<path>", " ".join(text.split()))
@@ -138,7 +148,7 @@ def without_paths(text: str) -> str:
 
 def reason(error: BaseException) -> str:
     """An exception in one short line, without paths of this machine."""
-    return without_paths(f"{type(error).__name__}: {error}")
+    return without_paths(f"{type(error).__name__}: {plain_words(error)}")
 
 
 def cause_of_death(code: int) -> str:

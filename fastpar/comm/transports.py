@@ -55,6 +55,7 @@ from fastpar.comm.collectives import (
     through,
 )
 from fastpar.comm.mesh import all_gather, gather_objects
+from fastpar.comm.ranks import plain_words
 from fastpar.comm.watchdog import waiting
 from fastpar.kernels import _C
 
@@ -192,8 +193,8 @@ class TorchCollectives(Collectives):
             self._failed = error
             raise RuntimeError(
                 f"TorchCollectives.{op}: failed on rank {self.rank} of {self.world_size} "
-                f"({error}); if another rank ended or skipped an operation, its own message says "
-                "why"
+                f"({plain_words(error)}); if another rank ended or skipped an operation, its own "
+                "message says why"
             ) from error
         return None if rest is None else functools.partial(self._guard, op, rest, inference)
 

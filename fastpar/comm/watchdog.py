@@ -12,6 +12,10 @@ Why a rank is slow: the first of these that applies:
     behind            all wait, and it has begun the fewest steps and collectives
 A rank is judged only if others wait for it, however long it computes. A rank that was stopped
 itself counts only the time in which its own watchdog ran, so a suspended machine accuses nobody.
+The process groups' own timeouts count all time: see Mesh.trust_watchdog.
+
+A launcher that was stopped (SIGSTOP, Ctrl-Z) should not have ranks that train on. It cannot tell
+them, so each watchdog looks at the state of its parent, twice a second, in 20 us.
 
 Threads: a thread that may wait records the reason in its own Activity: a few attributes, no lock.
 The watchdog's two threads read them. One talks to the store, which may itself hang with its host;
@@ -43,6 +47,7 @@ _STALE_BEATS = 3
 _LINGER_S = 2.0  # time for other ranks to report before a launcher sees that this one ended
 _STORE_S = 3.0
 _DEEPEST = 40  # reported frames of a stack: 26 from the loop to a wait in a split layer
+MARK = "FASTPAR_MARK"  # variable: the file that a rank makes while it is stopped with its launcher
 _RECENT = 64  # collectives of a stream that are checked
 
 
@@ -309,10 +314,14 @@ class Watchdog:
     # The thread that judges
 
     def _watch(self) -> None:
-        last = time.monotonic()
+        last, mark = time.monotonic(), os.environ.get(MARK)
         while not self._over.wait(self._beat_s / 2):
             now = time.monotonic()
-            passed, last = min(now - last, self._beat_s), now
+            passed, stood_s, last = min(now - last, self._beat_s), now - last, now
+            if stood_s > 2 * self._beat_s:  # what the others did meanwhile is not known yet
+                self._looking, self._answered = False, now
+            if mark is not None and _is_stopped(os.getppid()):
+                _stop(mark)
             wait = self._now()
             key = wait and wait[0]
             same = wait is not None and key == self._wait
@@ -408,6 +417,21 @@ def _process(pid: int) -> list[Any]:
         return [boot, os.readlink(f"/proc/{pid}/ns/pid"), pid, born]
     except OSError:
         return []
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+def _stop(mark: str) -> None:
+    """Stop this process until its launcher, which looks for the mark, continues it."""
+    with contextlib.suppress(OSError):  # the folder is gone: so is the launcher
+        Path(mark).touch()
+        # To this thread: it stops before it could remove the mark.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+        Path(mark).unlink()
 
 
 def _kill(process: list[Any]) -> None:

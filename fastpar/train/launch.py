@@ -10,11 +10,14 @@ and ranks at the same time, which must not interrupt the save.
 When a rank dies, its peers fail in their next collective (gloo) or wait forever (NCCL on one
 machine); after GRACE_S they are killed. Otherwise a run would hang until the timeout of its process
 group (test_a_host_that_fails_in_its_step).
+Ctrl-Z stops the ranks before the launcher, and they go on with it. SIGSTOP, which cannot be caught,
+and whatever else stops the launcher: the watchdog of each rank looks for that (comm/watchdog.py),
+leaves a mark in the rank's folder and stops the rank; a launcher that runs continues marked ranks.
 The watchdogs of the other ranks find a hanging rank (comm/watchdog.py). When the launcher dies, the
 kernel kills its ranks (files/packages.py). A signal that was ignored at the start (SIGHUP under
 nohup) stays ignored in launcher and ranks.
 torchrun kills ranks 30 s after it has signalled them to stop; if torchrun itself is killed, its
-ranks keep running. It dies of SIGHUP under nohup unless
+ranks keep running; they also do while torchrun is stopped. It dies of SIGHUP under nohup unless
 TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT is set.
 """
 
@@ -49,6 +52,7 @@ from fastpar.comm.ranks import (
     start_rank,
     threads_per_rank,
 )
+from fastpar.comm.watchdog import MARK
 from fastpar.files.packages import call_command
 from fastpar.files.runs import RUNS, find_run, list_checkpoints, step_of
 
@@ -57,6 +61,7 @@ POLL_S = 0.05
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to save and stop
 SAVE_SIGNAL = signal.SIGUSR1  # save now and continue
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit statuses, as in a shell
+_STOPPED = "stopped"  # the mark in a rank's folder
 Processes = Sequence[subprocess.Popen]
 
 
@@ -135,6 +140,15 @@ def _forwarding_signals(ranks: Processes) -> Iterator[list[int]]:
         for rank in ranks:
             rank.send_signal(number)
 
+    def stand(number: int, frame: FrameType | None) -> None:
+        for rank in ranks:
+            rank.send_signal(signal.SIGSTOP)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)  # returns when this process goes on
+        signal.signal(number, stand)
+        for rank in ranks:
+            rank.send_signal(signal.SIGCONT)
+
     def forward_stop(number: int, frame: FrameType | None) -> None:
         nonlocal last
         if not received or time.monotonic() - last > REPEAT_S:
@@ -142,7 +156,9 @@ def _forwarding_signals(ranks: Processes) -> Iterator[list[int]]:
             received.append(number)
             forward(number, frame)
 
-    with _handlers({**dict.fromkeys(_stop_signals(), forward_stop), SAVE_SIGNAL: forward}):
+    stops = {} if signal.getsignal(signal.SIGTSTP) == signal.SIG_IGN else {signal.SIGTSTP: stand}
+    ends = dict.fromkeys(_stop_signals(), forward_stop)
+    with _handlers({**ends, **stops, SAVE_SIGNAL: forward}):
         yield received
 
 
@@ -215,6 +231,7 @@ def _start_rank(
     """Start a rank that writes its error to the folder; rank 0 also writes to the terminal."""
     folder.mkdir()
     own = {**environment, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
+    own[MARK] = str(folder / _STOPPED)
     with (folder / "stderr.log").open("w") as err:
         streams = {"stdout": subprocess.DEVNULL, "stderr": err} if number else {}
         return start_rank([*call_command("fastpar.__main__.run"), *arguments], own, **streams)
@@ -230,6 +247,8 @@ def _watch(
         for number, rank in list(running.items()):
             code = rank.poll()
             if code is None:
+                if (logs / str(number) / _STOPPED).exists():
+                    rank.send_signal(signal.SIGCONT)
                 if time.monotonic() > deadline or len(signals) > 1:
                     killed.add(number)
                     rank.kill()

@@ -168,6 +168,8 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
     watched = mesh.replicas * mesh.world_size if mesh.owns_process_group else 1
     try:
         with Watchdog(rank, watched, timeout_s=timeout_s, start=mesh.start):
+            if watched > 1:
+                mesh.trust_watchdog()
             return _train(config, mesh, run or Trainer.run)
     finally:
         release()

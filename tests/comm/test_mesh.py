@@ -242,6 +242,25 @@ def start_over(rank, first):
     return mesh.start, x.item() if first else gather_objects(rank.rank, dist.group.WORLD)
 
 
+def arrives_late():
+    mesh = Mesh(dp=2, device="cpu", timeout_s=1.0)
+    mesh.trust_watchdog()
+    found = []
+    for group in (mesh.group(*AXES), mesh.new_group("dp")):
+        if mesh.rank == 1:
+            time.sleep(2.5)
+        x = torch.ones(1)
+        dist.all_reduce(x, group=group)
+        found.append(x.item())
+    return found
+
+
+@pytest.mark.slow
+def test_a_watchdog_decides_how_long_collectives_wait():
+    """The groups' timeouts count time in which a process was stopped."""
+    assert run_ranks(arrives_late, 2, backend="gloo", init=False) == [[2.0, 2.0]] * 2
+
+
 @pytest.mark.slow
 def test_a_store_that_was_used_before(capfd):
     """torchrun's store is so after a restart: no rank finds one of the start before."""

@@ -23,6 +23,7 @@ from fault_runs import (
     kill,
     ranks_of,
     run_in_threads,
+    state_of,
     torchrun,
     wait_for,
     wait_for_steps,
@@ -32,6 +33,7 @@ from torch.distributed.run import get_args_parser
 
 from fastpar.checkpoint.reader import newest_checkpoint, verify_checkpoint
 from fastpar.cli import main, parse_train
+from fastpar.comm.watchdog import MARGIN_S
 from fastpar.files.runs import list_checkpoints, step_of
 from fastpar.train.journal import read_metrics
 
@@ -162,6 +164,7 @@ def test_a_hanging_and_a_killed_rank_cost_at_most_a_save_interval(whole, start):
     found = re.search(said, f"\n{err}", re.DOTALL)
     assert found, err
     assert int(found[1]) >= 40
+    assert "gloo" not in err
     assert out.count("run      r, steps ") == 2
     assert step_of(list_checkpoints("r")[-1]) >= 80
     run_in_threads("r", 2, *LENGTH, "--resume")
@@ -268,6 +271,26 @@ def test_all_others_name_a_stopped_rank_in_time(here, start, nproc, victim, opti
         trainer = r"\n    fastpar/train/trainer.py:\d+ "
         assert re.search(rf"{trainer}run{trainer}", said)
     assert "watchdog: a collective did not end" in err  # as the cause, by torchrun
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTSTP, signal.SIGSTOP])
+def test_ranks_stand_still_with_their_launcher(here, start, how):
+    """For longer than any timeout; then they train on."""
+    launcher = start(*FASTPAR, *TRAIN, *ENDLESS, *GLOO, "--nproc=2")
+    wait_for_steps(launcher, "r", 20)
+    everyone = (launcher.pid, *ranks_of(launcher.pid).values())
+    launcher.send_signal(how)
+    wait_for(30, lambda: all(state_of(pid) == "T" for pid in everyone))
+    stopped = len(read_metrics("r/metrics.jsonl"))
+    time.sleep(TIMEOUT_S + MARGIN_S + 2)
+    assert len(read_metrics("r/metrics.jsonl")) == stopped
+    launcher.send_signal(signal.SIGCONT)
+    wait_for_steps(launcher, "r", stopped + 20)
+    launcher.terminate()
+    code, _, err = finish(launcher)
+    assert code == 128 + signal.SIGTERM, err
+    assert "watchdog" not in err
 
 
 LOOP = """

@@ -60,6 +60,7 @@ class Commands:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **(env or {})},
+            preexec_fn=os.setpgrp,  # a job of its own, as a shell makes it: it can be stopped
         )
         self.started.append(process)
         return process
@@ -87,11 +88,16 @@ def ranks_of(launcher: int) -> dict[int, int]:
     return found
 
 
-def is_alive(pid: int) -> bool:
+def state_of(pid: int) -> str:
+    """Linux's letter for the state of a process: T stopped, Z dead; "Z" also if it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "Z"
+
+
+def is_alive(pid: int) -> bool:
+    return state_of(pid) != "Z"
 
 
 def wait_for(seconds, happened, *args, process=None):

@@ -336,6 +336,14 @@ def test_sample_from_nanogpts_file(here, capsys):
     assert "/meta.pkl, as in nanoGPT" in err
 
 
+OF_GLOO = (
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error "
+    "[127.0.0.1]:18321: Connection reset by peer. This is typically caused by a remote worker "
+    "hanging or bugs in the application. Check the logs of the remote worker before reporting an "
+    "error. GLHF! \U0001f3d6\ufe0f"
+)
+
+
 def test_a_rank_says_which_other_one_is_gone_and_when(monkeypatch, capsys):
     error = RuntimeError("all_reduce: the process of rank 3 ended; rank 4 closed its group\nmore")
     monkeypatch.setenv("RANK", "1")
@@ -345,6 +353,12 @@ def test_a_rank_says_which_other_one_is_gone_and_when(monkeypatch, capsys):
     assert cli._leave(error) == 3
     words = "rank 1 stopped in step 7: another rank has ended (all_reduce: the process of rank 3 en"
     assert capsys.readouterr().err.startswith(words)
+    error = RuntimeError(f"Engine: rank 1 failed ({OF_GLOO}); and so on")
+    error.__cause__ = RuntimeError(OF_GLOO)
+    assert cli._leave(error) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    words = "Read error [127.0.0.1]:18321: Connection reset by peer"
+    assert line == f"rank 1 stopped in step 7: another rank has ended ({words})"
     activity().step = None
 
 
