@@ -36,10 +36,11 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any, NamedTuple, NoReturn
 
 from fastpar.comm.nodes import LOOPBACK, loopback, serve_store
@@ -297,14 +298,52 @@ def _picklable(error: BaseException) -> BaseException:
 # In the starter
 
 
+@contextlib.contextmanager
+def stopping_with(processes: Sequence[Any]) -> Iterator[list[float]]:
+    """Ctrl-Z (SIGTSTP) of this process stops these ones first, and they go on with it.
+
+    Yields the list of the seconds that each stop took. Does nothing outside of the main thread, and
+    where SIGTSTP is ignored or handled.
+    """
+    stood: list[float] = []
+
+    def tell(number: int) -> None:
+        for process in processes:
+            process.send_signal(number)
+
+    def stand(number: int, frame: FrameType | None) -> None:
+        began = time.monotonic()
+        tell(signal.SIGSTOP)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)  # returns when this process goes on
+        signal.signal(number, stand)
+        tell(signal.SIGCONT)
+        stood.append(time.monotonic() - began)
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTSTP) != signal.SIG_DFL:
+        yield stood
+        return
+    signal.signal(signal.SIGTSTP, stand)
+    try:
+        yield stood
+    finally:
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+
+
 class _Forked(multiprocessing.context.ForkServerProcess):
-    """A process of the fork server with the wait() of subprocess.Popen."""
+    """A process of the fork server with some methods of subprocess.Popen."""
 
     def wait(self, timeout: float | None = None) -> int:
         self.join(timeout)
         if self.exitcode is None:
             raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
         return self.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.pid is not None and self.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
 class _Started(NamedTuple):
@@ -410,13 +449,27 @@ class Ranks:
         for one in self._ranks:
             with contextlib.suppress(OSError):  # it is gone, which is noticed below
                 one.pipe.send_bytes(request)
+        with stopping_with([one.process for one in self._ranks]) as stood:
+            answers, failures = self._collect(timeout_s, on_value, stood)
+        if failures:
+            self.close(at_once=True)
+        return answers, failures
+
+    def _collect(
+        self, timeout_s: float, on_value: Callable[[Any], None] | None, stood: Sequence[float]
+    ) -> tuple[dict[int, Any], list[RankFailed]]:
+        def now() -> float:
+            return time.monotonic() - sum(stood)
+
         answers: dict[int, Any] = {}
         failures: list[RankFailed] = []
         waiting: dict[Any, int] = {one.pipe: rank for rank, one in enumerate(self._ranks)}
-        deadline = time.monotonic() + timeout_s
+        deadline = now() + timeout_s
         while waiting:
-            left_s = max(0.0, deadline - time.monotonic())
+            left_s = max(0.0, deadline - now())
             ready: list[Any] = multiprocessing.connection.wait(list(waiting), left_s)
+            if not ready and now() < deadline:
+                continue
             if not ready:
                 failures += late(sorted(waiting.values()), timeout_s, follow=bool(failures))
                 break
@@ -427,7 +480,7 @@ class Ranks:
                 except (EOFError, OSError):
                     kind, value = "failure", vars(self._gone(rank))
                 if kind == "said":
-                    deadline = deadline if failures else time.monotonic() + timeout_s
+                    deadline = deadline if failures else now() + timeout_s
                     if on_value is not None:
                         on_value(value)
                     continue
@@ -436,9 +489,7 @@ class Ranks:
                     answers[rank] = value
                 else:
                     failures.append(RankFailed(**value))
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
-        if failures:
-            self.close(at_once=True)
+                    deadline = min(deadline, now() + GRACE_S)
         return answers, failures
 
     def _gone(self, rank: int) -> RankFailed:

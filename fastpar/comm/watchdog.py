@@ -15,7 +15,7 @@ itself counts only the time in which its own watchdog ran, so a suspended machin
 The process groups' own timeouts count all time: see Mesh.trust_watchdog.
 
 A launcher that was stopped (SIGSTOP, Ctrl-Z) should not have ranks that train on. It cannot tell
-them, so each watchdog looks at the state of its parent, twice a second, in 20 us.
+them, so each watchdog looks at the state of its parent: 45 us, twice a second.
 
 Threads: a thread that may wait records the reason in its own Activity: a few attributes, no lock.
 The watchdog's two threads read them. One talks to the store, which may itself hang with its host;

@@ -50,6 +50,7 @@ from fastpar.comm.ranks import (
     make_store,
     rank_environment,
     start_rank,
+    stopping_with,
     threads_per_rank,
 )
 from fastpar.comm.watchdog import MARK
@@ -140,15 +141,6 @@ def _forwarding_signals(ranks: Processes) -> Iterator[list[int]]:
         for rank in ranks:
             rank.send_signal(number)
 
-    def stand(number: int, frame: FrameType | None) -> None:
-        for rank in ranks:
-            rank.send_signal(signal.SIGSTOP)
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)  # returns when this process goes on
-        signal.signal(number, stand)
-        for rank in ranks:
-            rank.send_signal(signal.SIGCONT)
-
     def forward_stop(number: int, frame: FrameType | None) -> None:
         nonlocal last
         if not received or time.monotonic() - last > REPEAT_S:
@@ -156,9 +148,7 @@ def _forwarding_signals(ranks: Processes) -> Iterator[list[int]]:
             received.append(number)
             forward(number, frame)
 
-    stops = {} if signal.getsignal(signal.SIGTSTP) == signal.SIG_IGN else {signal.SIGTSTP: stand}
-    ends = dict.fromkeys(_stop_signals(), forward_stop)
-    with _handlers({**ends, **stops, SAVE_SIGNAL: forward}):
+    with _handlers({**dict.fromkeys(_stop_signals(), forward_stop), SAVE_SIGNAL: forward}):
         yield received
 
 
@@ -215,7 +205,7 @@ def _run_ranks(
             for number in range(nproc):
                 own = rank_environment(number, nproc, store.port, threads_per_rank(threads, nproc))
                 ranks.append(_start_rank(number, arguments, {**own, **start}, logs / str(number)))
-            with _forwarding_signals(ranks) as signals:
+            with _forwarding_signals(ranks) as signals, stopping_with(ranks):
                 failures = _watch(ranks, signals, logs)
                 return _report(ranks, signals, logs, failures)
         finally:

@@ -2,7 +2,9 @@
 
 import mmap
 import os
+import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import slow
+from fault_runs import state_of, wait_for
 from sockets import of_processes
 
 from fastpar.comm import ranks
@@ -128,6 +131,41 @@ def test_calls_run_on_all_ranks_and_processes_stay(fork):
         assert found == [(0, 41, 0, 2, (1, "1")), (1, 41, 0, 2, (1, "1"))]
     assert dict(os.environ) == before
     assert [process.wait(0) for process in processes] == [0, 0]
+
+
+NAPS = """
+import os, time
+from fastpar.comm.ranks import Ranks
+
+def nap(rank):
+    rank.say(os.getpid())
+    for _ in range(30):
+        time.sleep(0.1)
+
+def main():
+    with Ranks(2, device="cpu") as ranks:
+        ranks.call(nap, timeout_s=10, on_value=lambda pid: print(pid, flush=True))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_are_stopped_with_their_starter_and_not_late_for_it(tmp_path):
+    (tmp_path / "naps.py").write_text(NAPS)
+    command = [sys.executable, "-c", "import naps; naps.main()"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    job = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=env, preexec_fn=os.setpgrp
+    )
+    try:
+        everyone = [job.pid, *(int(job.stdout.readline()) for _ in range(2))]
+        job.send_signal(signal.SIGTSTP)
+        wait_for(30, lambda: all(state_of(pid) == "T" for pid in everyone))
+        time.sleep(11)
+        job.send_signal(signal.SIGCONT)
+        assert job.wait(60) == 0
+    finally:
+        job.kill()
+        job.communicate()
 
 
 def meet(rank, ways):
