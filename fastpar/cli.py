@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastpar._version import __version__
-from fastpar.comm.nodes import adopt_scheduler
+from fastpar.comm.nodes import adopt_scheduler, plain_words
 from fastpar.comm.ranks import (
     LOST_PEER,
     USER_MISTAKE,
@@ -27,7 +27,6 @@ from fastpar.comm.ranks import (
     is_rank,
     launched_here,
     lost_peer,
-    plain_words,
     threads_per_rank,
 )
 from fastpar.files.packages import import_package

@@ -40,9 +40,9 @@ from fastpar.comm.nodes import (
     host_of_store,
     interface_of_peers,
     loopback,
+    plain_words,
     serve_store,
 )
-from fastpar.comm.ranks import plain_words
 from fastpar.comm.watchdog import waiting
 from fastpar.settings.mesh import (
     AXES,
@@ -522,7 +522,7 @@ def initialize(rank: int, world_size: int, device: torch.device, timeout_s: floa
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))  # 0: unknown
     if "GLOO_SOCKET_IFNAME" not in os.environ and ranks_here:
         master = os.environ["MASTER_ADDR"]
-        alone = ranks_here == world_size
+        alone = ranks_here >= world_size
         if (interface := loopback() if alone else interface_of_peers(master)) is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
@@ -555,7 +555,7 @@ def _store_of_rank_0(
     """The store of ranks whose starter keeps none; rank 0 has it, on one interface only."""
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=timeout_s)
-    if ranks_here == world_size:
+    if ranks_here >= world_size:
         master = LOOPBACK
     elif ranks_here:
         master = host_of_store(master, os.environ.get("GLOO_SOCKET_IFNAME"))

@@ -200,3 +200,13 @@ def _addresses() -> dict[str, str]:
             address, *_, name = line.split()
             found[str(ipaddress.IPv6Address(int(address, 16)))] = name
     return {a: name for a, name in found.items() if not ipaddress.ip_address(a).is_loopback}
+
+
+def plain_words(error: BaseException) -> str:
+    """An error's text without what gloo adds to it: a place in its source, advice, a smiley."""
+    return _OF_GLOO.sub("", str(error))
+
+
+_OF_GLOO = re.compile(
+    r"\[\S*/gloo/\S+\] |\. This is typically caused by [^\n]*?GLHF!(?: [^\x00-\x7f]+)?"
+)

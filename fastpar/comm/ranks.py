@@ -43,7 +43,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NamedTuple, NoReturn
 
-from fastpar.comm.nodes import LOOPBACK, loopback, serve_store
+from fastpar.comm.nodes import LOOPBACK, loopback, plain_words, serve_store
 from fastpar.comm.watchdog import HUNG
 from fastpar.files.packages import call_command
 
@@ -129,16 +129,6 @@ def start_rank(command: Sequence[str], environment: Mapping[str, str], **how: An
 def lost_peer(error: BaseException) -> bool:
     """Whether an error says that another rank is gone, which then has the cause."""
     return any(text in str(error) for text in _LOST_PEER_TEXTS)
-
-
-def plain_words(error: BaseException) -> str:
-    """An error's text without what gloo adds to it: a place in its source, advice, a smiley."""
-    return _OF_GLOO.sub("", str(error))
-
-
-_OF_GLOO = re.compile(
-    r"\[\S*/gloo/\S+\] |\. This is typically caused by [^\n]*?GLHF!(?: [^\x00-\x7f]+)?"
-)
 
 
 def without_paths(text: str) -> str:

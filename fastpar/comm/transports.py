@@ -55,7 +55,7 @@ from fastpar.comm.collectives import (
     through,
 )
 from fastpar.comm.mesh import all_gather, gather_objects
-from fastpar.comm.ranks import plain_words
+from fastpar.comm.nodes import plain_words
 from fastpar.comm.watchdog import waiting
 from fastpar.kernels import _C
 
