@@ -174,8 +174,8 @@ def profile(trainer: Trained, options: argparse.Namespace) -> int:
     if mesh.world_size > 1:
         assert dist.group.WORLD is not None
         mine = [[astuple(span) for span in step] for step in steps]
-        found = gather_objects(mine, dist.group.WORLD)
-        everyone = [[[Span(*span) for span in step] for step in theirs] for theirs in found]
+        received = gather_objects(mine, dist.group.WORLD)
+        everyone = [[[Span(*span) for span in step] for step in theirs] for theirs in received]
     if mesh.is_main:
         print("\n".join(["", *report.lines()]))
         on_gpu, piped = mesh.device.type == "cuda", trainer.engine.shards.stages is not None
