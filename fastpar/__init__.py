@@ -15,8 +15,19 @@ from typing import Any
 
 from fastpar._version import __version__
 
-# MKL reads it at its first product: the same bits for any number of threads and rows, on Intel.
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+def _cpu_is_intel() -> bool:
+    try:
+        with open("/proc/cpuinfo", "rb") as file:
+            return b"GenuineIntel" in file.read(1024)
+    except OSError:
+        return False
+
+
+# MKL reads it at its first product: the same bits for any number of threads and rows. On other
+# makers' CPUs it only changes which products depend on threads (engine/README.md).
+if _cpu_is_intel():
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 # Module -> the public names that it defines: the one list. __init__.pyi is its copy for type
 # checkers; `python tests/tools/test_import.py` writes it, and a test compares the two.

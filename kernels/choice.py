@@ -3,16 +3,18 @@
 A proof says for one op and class of shapes (dtype, last dimension) whether fastpar's kernel is
 right (within twice stock PyTorch's error, the same bits twice) and how long it and stock PyTorch
 take. A wrong kernel never runs, a slower one is not chosen; FASTPAR_BACKEND, if set, decides
-instead. Under torch.use_deterministic_algorithms every right kernel runs: bits must not depend on
-times, and fastpar's kernels give the same bits in every call. fastpar/doctor makes proofs; this
-file imports it by the name PROVER, so that the ops work without it. On CUDA a class without a proof
-is proven at its first call, on a CPU only by `fastpar doctor`: tests cover the CPU's kernels.
+instead. In deterministic mode (ignore_times_for, or torch.use_deterministic_algorithms) every right
+kernel runs, on any device: bits must not depend on times, and fastpar's kernels give the same bits
+in every call. fastpar/doctor makes proofs; this file imports it by the name PROVER, so that the ops
+work without it. On CUDA a class without a proof is proven at its first call, on a CPU only by
+`fastpar doctor`: tests cover the CPU's kernels.
 
 [Note: no trial here] While a graph is captured an unproven class runs as stock PyTorch. While
 torch.compile or a fake tensor traces, the op is kept; its call decides when it runs.
 """
 
 import importlib
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -69,6 +71,28 @@ class Proof(NamedTuple):
 
 proofs: dict[Case, Proof] = {}  # the proofs that this process uses
 _trying: dict[str, str] = {}  # op -> OWN | STOCK during its trial; also in autograd's threads
+_strict: list[None] = []  # an element for each reason to ignore times: threads add and take
+
+
+def ignores_times() -> bool:
+    """Whether which kernels run must not depend on a timing."""
+    return bool(_strict) or torch.are_deterministic_algorithms_enabled()
+
+
+def ignore_times_for(owner: object) -> None:
+    """While owner lives, no timing decides in this process: a deterministic engine's."""
+    _strict.append(None)
+    weakref.finalize(owner, _strict.pop).atexit = False
+
+
+@contextmanager
+def ignoring_times() -> Iterator[None]:
+    """No timing decides inside."""
+    _strict.append(None)
+    try:
+        yield
+    finally:
+        _strict.pop()
 
 
 def case_of(op: str, x: Tensor) -> Case:
@@ -121,8 +145,8 @@ def may_run(op: str, x: Tensor) -> bool:
             return False
         case = case_of(op, x)
         proof = proofs[case] = importlib.import_module(PROVER).prove_first_use(case, x)
-    if proof.own_ms[0] and torch.are_deterministic_algorithms_enabled():
-        return True  # it is right, or there would be no times
+    if ignores_times() and not proof.wrong and (proof.own_ms[0] or not x.is_cuda):
+        return True  # a GPU's is right if it has a time; a CPU's runs without a proof
     return proof.chosen == OWN
 
 
@@ -133,9 +157,9 @@ def is_right(op: str, x: Tensor) -> bool:
 
 
 def is_proven(op: str, x: Tensor) -> bool:
-    """may_run() for an op with a complete alternative, which runs during other ops' trials and if
-    the user asks torch for deterministic algorithms."""
-    if not _trying and torch.are_deterministic_algorithms_enabled():
+    """may_run() for an op with a complete alternative, which runs during other ops' trials and
+    where times are ignored."""
+    if not _trying and ignores_times():
         return False
     return (not _trying or op in _trying) and may_run(op, x)
 
@@ -146,7 +170,7 @@ def server(op: str, x: Tensor, direction: int) -> str:
         forward, _, backward = _trying.get(op, OWN).partition("/")
         return (forward, backward or forward)[direction]
     proof = proofs.get(_key_of(op, x)) if proofs else None  # type: ignore[call-overload]
-    if proof is None or torch.are_deterministic_algorithms_enabled():
+    if proof is None or ignores_times():
         return OWN
     return proof.serves[direction]
 

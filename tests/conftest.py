@@ -72,6 +72,14 @@ def _same_start():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def _times_count(monkeypatch):
+    """A deterministic engine of an earlier test may still wait for the garbage collector."""
+    from fastpar.kernels import choice
+
+    monkeypatch.setattr(choice, "_strict", [])
+
+
 @pytest.fixture
 def default_dtype() -> Iterator[Callable[[torch.dtype], None]]:
     """torch.set_default_dtype until the test ends."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fastpar.doctor.table import ProofTable, parse_proofs, row_of
-from fastpar.doctor.trial import FUSED_BY_COMPILE, SLOWER, DeviceLost, prove, warm
+from fastpar.doctor.trial import FUSED_BY_COMPILE, DeviceLost, is_faster_compiled, prove, warm
 from fastpar.kernels import backend, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
 from fastpar.settings.model import GPTConfig
@@ -268,5 +268,5 @@ def prove_before_training(
         adopt(cases, rows=min(rows, MOST_ROWS), compiled=compiled)
     for case in choice.proofs.keys() & cases if compiled else ():
         proof = choice.proofs[case]
-        if 0 < SLOWER * sum(proof.compiled_ms) < sum(proof.own_ms):
+        if is_faster_compiled(proof):
             choice.proofs[case] = proof._replace(chosen=STOCK)

@@ -29,7 +29,8 @@ from fastpar.engine.gradients import Places
 from fastpar.engine.shards import Shards, guard_state_dicts
 from fastpar.files.tensor_file import FLOATS
 from fastpar.foreign.tp_plan import Plan, plan_for, tells_rows
-from fastpar.kernels import Fp8
+from fastpar.kernels import _C, Fp8
+from fastpar.kernels.choice import ignore_times_for
 from fastpar.kernels.linear import depends_on_threads
 from fastpar.settings.fields import check_types, flat
 from fastpar.settings.mesh import AXES
@@ -108,7 +109,8 @@ def parallelize(
         deterministic: sum over ranks and micro-batches in a fixed tree. The bits are then the same
             at every stage, and for any split of equal micro-batches into ranks and accumulation
             (powers of two; with cp or a grid only if every backward reduces; not with cp and ep
-            together). Costs one more copy of the gradients at stages 0 and 1.
+            together). Costs one more copy of the gradients at stages 0 and 1. While the model
+            lives, no timing decides in this process which kernels run.
         units: modules, or their types, whose parameters are gathered together. Default: the
             elements of ModuleLists and Sequentials, without torch's RNN cells. At stage 3 every
             rank must call a unit equally often in a forward, or not at all: leave out modules that
@@ -186,6 +188,8 @@ def parallelize(
     shards = _make_shards(model, mesh, in_effect, travels, modules, fill, poison=debug.poison)
     engine = Engine(shards, modules, control, given, debug)
     engine.tp_report = making.report
+    if parallel.deterministic:
+        ignore_times_for(engine)
     for axis in every():
         axis.attach(making, engine)
     refuse_ddp(model)
@@ -285,12 +289,15 @@ def _check_deterministic(
     if mesh.rank or mesh.device.type != "cpu":
         return
     for dtype in sorted({p.dtype for p in named if p.requires_grad}, key=str):
-        if depends_on_threads(dtype):
-            setting = "MKL_CBWR=AUTO,STRICT" if dtype.itemsize > 2 else _WITHOUT_AMX
+        if product := depends_on_threads(dtype):
+            advice = "give each run equally many"
+            if _C is not None and _C.cpu_is_intel():
+                setting = "MKL_CBWR=AUTO,STRICT" if dtype.itemsize > 2 else _WITHOUT_AMX
+                advice = f"set {setting} before the process starts, or {advice}"
             warnings.warn(
-                f"parallelize: deterministic=True, but {dtype} matrix products on this CPU depend "
-                "on the number of threads, so bits agree only between runs with equally many "
-                f"threads per rank; set {setting} before the process starts, or fix the number",
+                f"parallelize: deterministic=True, but some {dtype} matrix products on this CPU "
+                f"depend on the number of threads ({product}), so bits may differ between runs "
+                f"with other numbers of threads per rank; {advice}",
                 stacklevel=3,
             )
 

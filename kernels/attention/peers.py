@@ -12,10 +12,9 @@ All keep the logarithm of a row's sum of exponentials, so that any forward can b
 backward, ours included. fastpar/doctor tries each on this machine: from then on the right and
 fastest serve plain calls (no dropout, no documents), chosen separately for forward and backward.
 FASTPAR_ATTENTION=<name> forces one, and is an error where it would be ignored; FASTPAR_BACKEND=cpp
-or triton forces `own`; FASTPAR_PEERS=-<name>,... leaves some out. Under
-torch.use_deterministic_algorithms `own` serves: other backwards add in any order (torch: flash
-unless requested otherwise, cuDNN and efficient always), and other forwards may split a row's keys
-depending on the batch size.
+or triton forces `own`; FASTPAR_PEERS=-<name>,... leaves some out. In deterministic mode `own`
+serves: other backwards add in any order (torch: flash unless requested otherwise, cuDNN and
+efficient always), and other forwards may split a row's keys depending on the batch size.
 
 [Note: others' masks] With dropout, others draw their own masks, which are not the same on every
 layout: such calls run `own`, and are refused if another is forced.
@@ -309,8 +308,8 @@ def serving(op: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, direction: i
     why = refusal(name, q, k, v, causal, masked=op != "attention")
     if not asked:
         return "" if why else name
-    if torch.are_deterministic_algorithms_enabled():
-        why = "promises no equal bits, as torch.use_deterministic_algorithms asks"
+    if choice.ignores_times():
+        why = "promises no equal bits, as deterministic mode asks"
     if why:
         raise ValueError(
             f"attention: expected a call that FASTPAR_ATTENTION={name} supports, got one that it "

@@ -20,10 +20,11 @@ Ours have the same bits for any threads, rows and strides; oneDNN's do not.
 [Note: wide gradients] A 16-bit product is summed in fp32. If gradients are kept in fp32, the
 product for dweight is stored or added as it is, instead of being rounded to 16 bits and copied:
 2 + 2 bytes per element less, and no rounding in between. Only if a proof allows it (use_wide), and
-not under torch.use_deterministic_algorithms: results would depend on the proof.
+not in deterministic mode: results would depend on the proof.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ from torch._C import _has_storage
 
 from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import has_bf16_gemm, has_gemm
-from fastpar.kernels.choice import is_proven, is_real, may_run
+from fastpar.kernels.choice import ignores_times, ignoring_times, is_proven, is_real, may_run
 from fastpar.kernels.linear.weight_gradients import place_for, queue_for
 from fastpar.kernels.op import define_autograd, define_op, is_plain, refuse_double_backward
 
@@ -50,14 +51,19 @@ _WIDE = 768
 
 def use_gemm(x: Tensor, m: int, n: int, k: int, *, turned: bool = False) -> bool:
     """Whether an [M, K] @ [K, N] product of tensors like x is our own; turned: the columns of the
-    left matrix are contiguous, as in a weight's gradient."""
-    if not x.is_cpu or m * n * k < _OURS_FROM or backend.choice == "torch":
+    left matrix are contiguous, as in a weight's gradient. In deterministic mode the bits must not
+    depend on threads: every fp32 product is ours then, and a bf16 one for any number of them."""
+    if not x.is_cpu or backend.choice == "torch":
         return False
+    large = m * n * k >= _OURS_FROM
     if x.dtype != torch.bfloat16:
-        return has_gemm and x.dtype == torch.float32
-    if not has_bf16_gemm or min(m, n) < _TILE:
+        ours = has_gemm and x.dtype == torch.float32
+        return ours and (large or (m * n * k > 0 and ignores_times()))
+    if not (has_bf16_gemm and large) or min(m, n) < _TILE:
         return False
-    return turned or (min(n, k) >= _WIDE and torch.get_num_threads() > 1)
+    if turned or ignores_times():
+        return True
+    return min(n, k) >= _WIDE and torch.get_num_threads() > 1
 
 
 def _use_gemm_for(a: Tensor, b: Tensor) -> bool:
@@ -90,25 +96,36 @@ def add_matmul_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
+# [M, K] @ [K, N] that depends_on_threads tries. Libraries have other code for few rows or columns
+# and for remainders, and choose it by the number of threads, too.
+_TRIED = tuple(itertools.product((3, 7, 10, 97), (32, 1024), (13, 33, 100)))
+
+
 @functools.cache
-def depends_on_threads(dtype: torch.dtype) -> bool:
-    """Whether products on this CPU have different bits with two threads than with one; tries one.
-    Its sums cancel: the rest is their rounding, which shows the order in 16 bits too. Odd sizes use
-    the libraries' remainder code."""
+def depends_on_threads(dtype: torch.dtype) -> str:
+    """A product of _TRIED, as "[7, 32] @ [32, 13]", that in deterministic mode has different bits
+    with two threads than with one on this CPU; "" if there is none.
+
+    Sums cancel: the rest is their rounding, which shows the order in 16 bits too."""
     random = torch.Generator().manual_seed(0)
-    drawn = torch.randn(197, 512, generator=random, dtype=torch.float32, device="cpu")
-    x, weight = drawn.split((97, 100))
-    order = torch.randperm(1024, generator=random, device="cpu")
-    x = torch.cat([x, -x], 1)[:, order].to(dtype)
-    weight = torch.cat([weight, weight], 1)[:, order].to(dtype)
-    threads, found = torch.get_num_threads(), []
+    threads = torch.get_num_threads()
     try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            found.append(matmul(x, weight.t()))
+        for m, k, n in _TRIED:
+            drawn = torch.randn(m + n, k // 2, generator=random, dtype=torch.float32, device="cpu")
+            x, weight = drawn.split((m, n))
+            order = torch.randperm(k, generator=random, device="cpu")
+            x = torch.cat([x, -x], 1)[:, order].to(dtype)
+            weight = torch.cat([weight, weight], 1)[:, order].to(dtype)
+            found = []
+            for count in (1, 2):
+                torch.set_num_threads(count)
+                with ignoring_times():
+                    found.append(matmul(x, weight.t()))
+            if not torch.equal(*found):
+                return f"[{m}, {k}] @ [{k}, {n}]"
     finally:
         torch.set_num_threads(threads)
-    return not torch.equal(*found)
+    return ""
 
 
 def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:

@@ -15,6 +15,7 @@ from nanogpt_cells import ARGS, NanoGPT
 from torch._subclasses import FakeTensorMode
 from torch.distributed import HashStore
 from torch.utils.checkpoint import checkpoint
+from train_runs import FEW, Runs, bits, in_folder, make_text, steps
 
 import fastpar
 from fastpar.doctor import doctor, report, trial
@@ -439,17 +440,86 @@ def test_what_the_doctor_found_on_a_cpu_counts_in_a_patched_model(monkeypatch):
     assert choice.proofs == {norm: Proof(STOCK)}
 
 
-def test_deterministic_runs_go_by_right_and_wrong_not_by_times(monkeypatch):
-    x = torch.ones(4, 96)
+@pytest.mark.parametrize("how", ["torch asks for it", "an engine asks for it"])
+@pytest.mark.parametrize("x", [torch.ones(4, 96), ON_GPU], ids=["cpu", "gpu"])
+def test_deterministic_runs_go_by_right_and_wrong_not_by_times(monkeypatch, real, how, x):
     case = choice.case_of("layer_norm", x)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+
+    class Owner:
+        pass
+
+    owner, slower = Owner(), Proof(STOCK, "", (2.0, 2.0), (1.0, 1.0))
+    if how == "torch asks for it":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    else:
+        choice.ignore_times_for(owner)
     for proof, runs in (
-        (Proof(STOCK, "", (2.0, 2.0), (1.0, 1.0)), True),
+        (slower, True),
         (Proof(STOCK, "error is 7"), False),
-        (Proof(STOCK), False),  # could not be tried
+        (Proof(STOCK), not x.is_cuda),  # could not be tried: a GPU's is unproven
     ):
         choice.proofs[case] = proof
         assert choice.may_run("layer_norm", x) is runs
+    if how == "an engine asks for it":
+        choice.proofs[case] = slower
+        del owner
+        assert not choice.may_run("layer_norm", x)
+
+
+CONFIG = GPTConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16, dropout=0.2)
+
+
+def trained_by_the_trainer(deterministic):
+    Runs()("out", **{**FEW, "max_steps": 3, "deterministic": deterministic})
+    return [row["loss"] for row in steps("out")], bits("out", 3)
+
+
+def trained_in_a_loop(deterministic):
+    torch.manual_seed(0)
+    model = fastpar.parallelize(
+        fastpar.GPT(CONFIG), fastpar.Mesh(device="cpu"), deterministic=deterministic
+    )
+    doctor.adopt_known(doctor.cases_of_model("cpu", torch.float32, CONFIG))
+    optimizer = fastpar.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+    ids = torch.arange(34).view(2, 17)
+    losses = []
+    for _ in range(3):
+        loss = model(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [p.tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("train", [trained_by_the_trainer, trained_in_a_loop])
+def test_a_deterministic_run_is_the_same_whatever_a_timing_chose(monkeypatch, tmp_path, train):
+    make_text(tmp_path)
+    faster = {OWN: ((1.0, 1.0), (2.0, 2.0)), STOCK: ((2.0, 2.0), (1.0, 1.0))}
+    by = {OWN: (OWN, OWN), STOCK: ("cpu", "cpu")}
+
+    def run(chosen, attention, deterministic):
+        monkeypatch.setattr(doctor, "_prover", doctor.Prover())
+        monkeypatch.setattr(choice, "proofs", {})
+        monkeypatch.setattr(choice, "_strict", [])
+        cases = doctor.cases_of_model("cpu", torch.float32, CONFIG)
+        table = {case: Proof(chosen, "", *faster[chosen]) for case in cases}
+        for case in cases:
+            if case.op == "attention":
+                table[case] = Proof(attention, "", *faster[attention], serves=by[chosen])
+        table_with(table)
+        folder = tmp_path / f"{chosen}_{attention}_{deterministic}"
+        folder.mkdir()
+        (folder / "text.txt").symlink_to(tmp_path / "text.txt")
+        with in_folder(folder):
+            found = train(deterministic)
+        assert choice.proofs == table
+        return found
+
+    wanted = run(OWN, OWN, True)
+    assert run(STOCK, STOCK, True) == wanted
+    assert run(STOCK, OWN, True) == wanted  # another implementation of attention
+    assert run(STOCK, STOCK, False) != run(OWN, OWN, False)  # a choice shows
 
 
 def test_compiled_code_goes_by_the_proofs(quick, monkeypatch):

@@ -16,7 +16,7 @@ from fastpar.doctor.trial import CYCLES_PER_US, CpuClock, CudaClock, Timing, int
 from fastpar.kernels import choice
 from fastpar.kernels.attention import peers as attention_peers
 from fastpar.kernels.cases import proof_cases
-from fastpar.kernels.choice import OWN, Case
+from fastpar.kernels.choice import OWN, STOCK, Case
 
 PLAIN = Case("cpu", "attention", torch.float32, 32)
 TIMES = {  # forward, backward
@@ -127,6 +127,39 @@ def test_attention_s_forward_and_backward_are_by_whoever_is_faster(
     assert f"{PLAIN}: forward by {serves[0]}" in "\n".join(report.known_choices()) or (
         serves == ("own", "own")
     )
+
+
+OWN_IS_SLOW = TIMES | {"own": (9.0, 9.0), "cpu": (9.0, 9.0)}
+CPU_IS_FAST = TIMES | {"cpu": (1.0, 1.0)}
+SEEN = {  # timings one after another, what is chosen
+    "noise is not repeated": ([OWN_IS_SLOW, TIMES | {"cpu": (4.0, 4.0)}], (OWN, OWN, OWN)),
+    "two agree": ([OWN_IS_SLOW, OWN_IS_SLOW], (STOCK, OWN, OWN)),
+    "two agree later": ([CPU_IS_FAST, TIMES, CPU_IS_FAST], (OWN, "cpu", "cpu")),
+    "each says something else": (
+        [CPU_IS_FAST, TIMES, OWN_IS_SLOW, TIMES | {"cpu": (3.0, 1.0)}], (OWN, OWN, OWN)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_one_timing_of_a_busy_machine_decides_nothing(monkeypatch, case):
+    timings, (chosen, *serves) = SEEN[case]
+    given = iter(timings)
+    monkeypatch.setattr(trial, "_times", lambda *_, host: (next(given), {}))
+    monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
+    proof = trial.prove(PLAIN)
+    assert (proof.chosen, *proof.serves) == (chosen, *serves)
+    assert next(given, None) is None
+
+
+def test_one_timing_of_torch_compile_decides_nothing(monkeypatch):
+    timings = [TIMES | {"cpu": (4.0, 4.0), "compiled": ms} for ms in ((1.0, 1.0), (3.0, 3.0))]
+    given = iter(timings)
+    monkeypatch.setattr(trial, "_times", lambda *_, host: (next(given), {}))
+    monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
+    assert not trial.is_faster_compiled(trial.prove(PLAIN))
+    given = iter([timings[0]] * 2)
+    assert trial.is_faster_compiled(trial.prove(PLAIN))
 
 
 def test_an_implementation_that_is_wrong_serves_nothing(monkeypatch):

@@ -109,7 +109,7 @@ def test_a_forced_peer_refuses_what_it_cannot_serve_by_name(force, prove, monkey
     refuses("cpu", RuntimeError, words)
     monkeypatch.setattr(choice, "proofs", {})
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    words = r"FASTPAR_ATTENTION=cpu supports, .* promises no equal bits, as torch.use_determ"
+    words = r"FASTPAR_ATTENTION=cpu supports, .* promises no equal bits, as deterministic mode asks"
     refuses("cpu", ValueError, words)
 
 

@@ -49,6 +49,58 @@ def test_mkl_has_the_same_bits_for_any_threads_and_rows():
         assert torch.equal(whole, torch.cat(cut)), (dtype, m, k, n)
 
 
+FEW_ROWS = tuple(itertools.product((2, 5, 7, 9, 16, 33), (16, 100, 512), (13, 16, 128)))
+
+
+def at_threads(count, dtype):
+    """Products of the sizes FEW_ROWS."""
+    random = torch.Generator().manual_seed(0)
+    torch.set_num_threads(count)
+    with choice_module.ignoring_times():
+        return [
+            matmul(
+                torch.randn(m, k, generator=random, dtype=dtype),
+                torch.randn(n, k, generator=random, dtype=dtype).t(),
+            )
+            for m, k, n in FEW_ROWS
+        ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_small_products_have_the_same_bits_for_any_threads_or_that_is_said(dtype):
+    """In deterministic mode, on whatever CPU runs. Intel's MKL and our own products keep it."""
+    pairs = zip(FEW_ROWS, at_threads(1, dtype), at_threads(2, dtype), strict=True)
+    differ = [size for size, one, two in pairs if not torch.equal(one, two)]
+    said = MODULE.depends_on_threads(dtype)
+    assert not differ or said, differ
+    if _C is not None and (_C.cpu_is_intel() or (backend.has_gemm and dtype == torch.float32)):
+        assert not said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_deterministic_mode_threads_do_not_decide_whose_a_product_is(monkeypatch, dtype):
+    monkeypatch.setattr(MODULE, "has_gemm", True)
+    monkeypatch.setattr(MODULE, "has_bf16_gemm", True)
+    sizes = [*FEW_ROWS, (64, 768, 768), (512, 96, 384), (512, 768, 0)]
+
+    def ours():
+        x, found = torch.ones(1, dtype=dtype), []
+        for threads, turned in itertools.product((1, 2), (False, True)):
+            torch.set_num_threads(threads)
+            found.append([MODULE.use_gemm(x, *size, turned=turned) for size in sizes])
+        return found[:2], found[2:]
+
+    usual = ours()
+    with choice_module.ignoring_times():
+        one, two = ours()
+    assert one == two
+    if dtype == torch.float32:
+        assert one == [[True] * (len(sizes) - 1) + [False]] * 2
+    else:
+        assert usual[0] != usual[1]  # by speed
+        assert one[0][-3:] == one[1][-3:] == [True, True, False]
+
+
 U = 2.0**-24  # unit roundoff of fp32
 
 

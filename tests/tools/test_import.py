@@ -1,5 +1,6 @@
 """`import fastpar`: quick, lazy, and clear about what is missing."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,19 @@ def python(*arguments):
 def test_import_loads_nothing_heavy():
     done = python("-c", "import sys, fastpar; print(fastpar.__version__, 'torch' in sys.modules)")
     assert done.stdout.split() == [fastpar.__version__, "False"], done.stderr
+
+
+def test_mkl_is_set_up_where_it_keeps_its_promise():
+    """On Intel's CPUs alone: on others MKL_CBWR makes more products depend on threads."""
+    code = "import fastpar, os; print(os.environ.get('MKL_CBWR'))"
+    unset = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
+    intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    for env, wanted in (
+        (unset, "AUTO,STRICT" if intel else "None"),
+        ({**unset, "MKL_CBWR": "COMPATIBLE"}, "COMPATIBLE"),
+    ):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+        assert done.stdout.split() == [wanted], done.stderr
 
 
 STEP = """
