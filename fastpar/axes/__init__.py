@@ -333,6 +333,11 @@ def size_text(n_bytes: float) -> str:
     return f"{n_bytes / 1e9:,.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:,.0f} MB"
 
 
+def number_text(value: float, digits: int = 3) -> str:
+    """A number with so many digits, or all of those before its point: never 3.33e+04."""
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
 _registered: list[Axis] = []
 
 

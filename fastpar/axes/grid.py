@@ -51,7 +51,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.axes import Axis, Making, layout_text
+from fastpar.axes import Axis, Making, layout_text, number_text
 from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.axes.tensor import tp_sizes
 from fastpar.axes.tensor.declared import split_model
@@ -534,7 +534,8 @@ class Gridded(Axis):
             slower = other.time.step_s / grid.time.step_s - 1
             return f"{grid.setup.tp_grid}: {layout_text(other.setup)} is {slower:.1%} slower"
         more = grid.time.exposed_s - other.time.exposed_s
-        waits = f"waits {abs(more) * 1e3:.3g} ms {'more' if more > 0 else 'less'} for communication"
+        waits = f"waits {number_text(abs(more) * 1e3)} ms {'more' if more > 0 else 'less'}"
+        waits += " for communication"
         name = layout_text(grid.setup)
         return f"none: the best, {name}, is {slower:.1%} slower; it {waits}"
 

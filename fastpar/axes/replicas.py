@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fastpar.axes import Axis, Prices, size_text
+from fastpar.axes import Axis, Prices, number_text, size_text
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.recorder import ring_bytes
 from fastpar.settings.model import GPTConfig
@@ -77,8 +77,8 @@ class Replicas(Axis):
                 lines.append(
                     f"  --replicas {n} --outer-every {every}: a rank sends {size_text(between)} a "
                     f"step to other replicas and {size_text(inside)} inside, not "
-                    f"{size_text(plain)}; outer step {outer_s / every * 1e3:.3g} ms, step "
-                    f"{ms:,.4g} ms; pays below {pays:,.4g} Gbit/s a rank"
+                    f"{size_text(plain)}; outer step {number_text(outer_s / every * 1e3)} ms, step "
+                    f"{number_text(ms, 4)} ms; pays below {number_text(pays, 4)} Gbit/s a rank"
                 )
         return lines if len(lines) > 1 else ()
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fastpar.axes import Axis, Making, Prices, size_text
+from fastpar.axes import Axis, Making, Prices, number_text, size_text
 from fastpar.axes.data import GPTBuckets, buckets_of, elements_of, gathered_bytes, gathers_codes
 from fastpar.axes.step import Op, Setup, Workload
 from fastpar.comm.wires import CODES, FORMATS, OF_WEIGHTS
@@ -135,8 +135,8 @@ class Wires(Axis):
             pays = 8e-9 * (plain - sent) / codes
             lines.append(
                 f"  {flag}: a rank sends {size_text(sent)} a step instead of {size_text(plain)}, "
-                f"encoding {codes * 1e3:.3g} ms, step {step_ms:,.4g} ms; pays below {pays:,.4g} "
-                "Gbit/s a rank"
+                f"encoding {number_text(codes * 1e3)} ms, step {number_text(step_ms, 4)} ms; pays "
+                f"below {number_text(pays, 4)} Gbit/s a rank"
             )
         return lines if len(lines) > 1 else ()
 

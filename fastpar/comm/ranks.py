@@ -25,6 +25,7 @@ before the fork, so measurements of time or memory use fresh processes.
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing.connection
 import os
 import pickle
@@ -82,10 +83,19 @@ def available_cores() -> int:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
+    return int(min(cores, max(1.0, quota_cores())))
+
+
+def quota_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
+    """The container's CPU quota in cores, of cgroup v2 or v1; inf: none."""
     with contextlib.suppress(OSError, ValueError):  # no cgroup v2; "max"
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError):
+        v1 = cgroup / "cpu"
+        quota, period = ((v1 / f"cpu.cfs_{n}_us").read_text() for n in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 else math.inf  # -1: none
+    return math.inf
 
 
 def threads_per_rank(asked: int | None, ranks_here: int) -> int:

@@ -164,12 +164,7 @@ class ProofTable:
         self._tried: dict[str, int] = {}  # case -> trials that began and did not end
         self._warned = self._is_locked = False
         self._load(SHIPPED / self.path.name)
-        if not self._load(self.path):
-            name = self.path.name.rpartition("_")[0]
-            others = [p for p in self.path.parent.glob(f"{name}_*.json") if p != self.path]
-            if others:
-                what = f"{len(others)} for another version of fastpar, torch or the driver"
-                self._warn(f": ignored {what} in {self.path.parent}")
+        self._load(self.path)
 
     def _warn(self, text: str) -> None:
         """A warning; only the first."""
@@ -184,6 +179,8 @@ class ProofTable:
             about, here = dict(content["about"]), self.about
             if path.parent == SHIPPED:  # another build of the same kernels
                 about, here = _without_module(about), _without_module(here)
+            elif about != here and _without_module(about) == _without_module(here):
+                return False  # of another checkout, or before a new build: replaced
             if content["version"] != VERSION or about != here:
                 raise ValueError("it is for another version or machine")
             proofs = parse_proofs(self.device, content)

@@ -17,7 +17,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -295,11 +295,11 @@ class Progress:
             self._bar.close()
 
 
-def smoothed(values: Iterable[float], weight: float) -> list[float]:
-    """Exponential moving average, corrected for the bias towards zero at its start."""
-    average, norm, out = 0.0, 0.0, []
-    for value in values:
-        average = weight * average + (1 - weight) * value
-        norm = weight * norm + (1 - weight)
-        out.append(average / norm)
+def smoothed(values: Sequence[float], reach: int) -> list[float]:
+    """Means of each value and up to `reach` neighbours on either side, as many on both: a mean of
+    earlier values alone would lag behind where a curve falls."""
+    out = []
+    for at in range(len(values)):
+        near = min(reach, at, len(values) - 1 - at)
+        out.append(sum(values[at - near : at + near + 1]) / (2 * near + 1))
     return out

@@ -289,10 +289,10 @@ def _curves(
     curves = {name: np.array(values(comparison.of(name)[0])) for name in comparison.names}
     first, base = next(iter(curves.items()))
     steps, every = np.arange(1, len(base) + 1), max(1, len(base) // 10)
-    window = max(1.0, len(base) / 60)
+    reach = len(base) // 60
     for at, (name, own) in enumerate(curves.items()):
         style = {**look(name), "markevery": (at * every // len(curves), every)}
-        smooth = smoothed(own, 1 - 1 / window)
+        smooth = smoothed(own.tolist(), reach)
         top.plot(steps, smooth, label=name, markersize=5, linewidth=1, **style)
         distance = np.abs(own - base)
         if distance.any():
@@ -304,7 +304,7 @@ def _curves(
     if limit is not None:
         below.fill_between(steps, 0, limit, color="#dddddd", zorder=0, label="rounding")
         below.set_yscale("log")
-    mean = f", mean over about {window:.0f} steps" if window >= 1.5 else ""
+    mean = f", mean over {2 * reach + 1} steps" if reach else ""
     _finish(top, f"{title} of the first runs{mean}", unit, "")
     _finish(below, f"Distance from {first}, every step", unit, "step")
     _explain_lines(comparison, figure, top, below)

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from fastpar.axes import every, layout_text, size_text
+from fastpar.axes import every, layout_text, number_text, size_text
 from fastpar.axes.data import buckets_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
@@ -347,7 +347,7 @@ def report(plan: Plan) -> str:
             losers[f"{layout_text(e.setup)}, {_recompute(e.setup)}"] = e
     why = [f"  {name}: {why_not(e, winner, plan.limit_bytes)}" for name, e in losers.items()]
     assert winner.time is not None
-    parts = [f"{k} {s * 1e3:.3g} ms" for k, s in winner.time.parts.items() if s > 0]
+    parts = [f"{k} {number_text(s * 1e3)} ms" for k, s in winner.time.parts.items() if s > 0]
     lines += [
         "",
         "why not the others",
@@ -415,10 +415,10 @@ def _row(plan: Plan, estimate: Estimate) -> list[str]:
         f"{setup.micro_batch_size} x {setup.grad_accum_steps}",
         setup.activation_checkpointing,
         size_text(estimate.memory.total),
-        f"{time.step_s * 1e3:,.4g}",
+        number_text(time.step_s * 1e3, 4),
         f"{time.tokens_per_s:,.0f}",
         "" if time.mfu is None else f"{time.mfu:.1%}",
-        f"{time.exposed_s * 1e3:.3g}",
+        number_text(time.exposed_s * 1e3),
         f"{time.bubble_s / time.step_s:.1%}" if setup.pp > 1 else "",
         f"{cost:,.2f}",
     ]
@@ -564,6 +564,7 @@ def check_fp8(workload: Workload, setup: Setup, rates: Rates, device: str) -> No
         way = f"it would pay from n_embd={width} on" if width else "it would pay at no width"
         raise ValueError(
             f"plan: expected fp8 to save at least {LEAST_GAIN:.0%} of a step, got fp8={setup.fp8} "
-            f"with n_embd={workload.shape.n_embd}: {gain_s * 1e3:.3g} of {step_s * 1e3:.4g} ms, "
+            f"with n_embd={workload.shape.n_embd}: {number_text(gain_s * 1e3)} of "
+            f"{number_text(step_s * 1e3, 4)} ms, "
             f"{gain_s / step_s:.1%} (products minus casts); drop --fp8, {way}"
         )

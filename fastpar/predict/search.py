@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from typing import Any
 
-from fastpar.axes import every
+from fastpar.axes import every, number_text
 from fastpar.axes.data import elements_of
 from fastpar.axes.step import ALIKE, CommOp, Op, Setup, Workload
 from fastpar.comm.recorder import ring_bytes
@@ -267,7 +267,9 @@ def why_not(loser: Estimate, winner: Estimate, limit_bytes: float) -> str:
     parts = winner.time.parts
     more_of = {name: s - parts.get(name, 0.0) for name, s in loser.time.parts.items()}
     worst = sorted(more_of.items(), key=lambda part: -part[1])[:2]
-    shown = [f"{name} +{s * 1e3:.3g} ms" for name, s in worst if s > 0.1 * worst[0][1] and s > 0]
+    shown = [
+        f"{name} +{number_text(s * 1e3)} ms" for name, s in worst if s > 0.1 * worst[0][1] and s > 0
+    ]
     return f"{100 * slower:.1f} % slower: " + ", ".join(shown)
 
 

@@ -200,8 +200,7 @@ def plot_loss(rows: list[dict[str, Any]], path: str | Path, *, title: str) -> No
     if train:
         steps, losses = zip(*train)
         axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)
-        window = min(20.0, max(1.0, len(losses) / 30))  # a longer one lags in short runs
-        bold = runs.smoothed(losses, 1 - 1 / window)
+        bold = runs.smoothed(losses, min(19, len(losses) // 30))
         axes.plot(steps, bold, color="tab:blue", linewidth=2, label="train (smoothed)")
     if val:
         steps, losses = zip(*val)

@@ -1,5 +1,6 @@
 """Ranks as threads, forked and fresh processes: who fails is named, and nobody is left."""
 
+import math
 import mmap
 import os
 import signal
@@ -270,3 +271,22 @@ def test_cores_and_memory():
     assert ranks.threads_per_rank(3, 100) == 3
     assert ranks.threads_per_rank(None, 1) == ranks.available_cores()
     assert ranks.threads_per_rank(None, 10_000) == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "250000 100000"}, 2.5),
+        ({"cpu.max": "max 100000"}, math.inf),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3.0),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
+        ({}, math.inf),
+    ],
+)
+def test_a_container_s_quota_of_either_kind_counts(tmp_path, monkeypatch, files, cores):
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    assert ranks.quota_cores(tmp_path) == cores
+    monkeypatch.setattr(ranks, "quota_cores", lambda: 0.5)
+    assert ranks.available_cores() == 1

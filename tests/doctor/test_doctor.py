@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
@@ -678,11 +679,17 @@ def test_a_shipped_table_serves_every_build_of_the_same_kernels(monkeypatch, tmp
         assert ProofTable("cpu").proofs == {}
 
 
-def test_proofs_of_another_version_are_reported(no_proofs, monkeypatch):
-    table = table_with({GELU: Proof(OWN)})
-    table.path.rename(table.path.with_name(table.path.name[:-13] + "deadbeef.json"))
-    with pytest.warns(UserWarning, match="1 for another version of fastpar, torch or the driver"):
+@pytest.mark.parametrize("what", ["fastpar", "module"])
+def test_proofs_of_another_checkout_are_left_out_without_a_word(monkeypatch, what):
+    """Two checkouts of one account have other versions, or other builds of one."""
+    table_with({GELU: Proof(OWN)})
+    about = table_module.environment("cpu")
+    monkeypatch.setattr(table_module, "environment", lambda device: {**about, what: "another"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         assert ProofTable("cpu").proofs == {}
+        table_with({GELU: Proof(STOCK)})
+        assert ProofTable("cpu").proofs == {GELU: Proof(STOCK)}
 
 
 def test_a_damaged_file_is_reported_ignored_and_replaced(no_proofs, tmp_path):

@@ -160,8 +160,9 @@ def test_lines_where_there_is_no_terminal(capsys, monkeypatch):
     assert lines[-2:] == ["step 100/100  loss 1.000  eta 0:00", "saved"]
     assert len(lines) == 18
     assert [runs.duration(s) for s in (0, 61, 3723, -2)] == ["0:00", "1:01", "1:02:03", "0:00"]
-    assert runs.smoothed([3.0] * 5, 0.9) == pytest.approx([3.0] * 5)  # an average from the start
-    assert runs.smoothed([1.0, 2.0], weight=0.5) == pytest.approx([1.0, 5 / 3])
+    assert runs.smoothed([9.0, 7.0, 5.0, 3.0, 1.0], 2) == [9.0, 7.0, 5.0, 3.0, 1.0]  # no lag
+    assert runs.smoothed([1.0, 6.0, 2.0, 6.0], 1) == pytest.approx([1.0, 3.0, 14 / 3, 6.0])
+    assert runs.smoothed([], 3) == []
 
 
 def test_a_bar_of_rank_0_on_a_terminal_that_knows_its_size(capfd, monkeypatch):

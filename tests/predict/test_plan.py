@@ -255,6 +255,13 @@ def test_what_is_printed_and_stored(capsys, tmp_path):
     assert all(name in out for name in ("v100", "h100", "4090", "cpu", "ib-ndr"))
 
 
+def test_long_steps_have_all_their_digits(capsys):
+    words = "--model gpt2-xl --gpus 1 --gpu a100 --batch-size 4096 --top 3"
+    printed = run(capsys, words)
+    assert re.search(r"time +.*[^.\d]\d{2,3},\d{3} ms", printed)
+    assert not re.search(r"\de\+\d", printed)
+
+
 @pytest.mark.slow
 def test_what_is_asked_for_is_what_is_compared(capsys, tmp_path):
     limits = {}
