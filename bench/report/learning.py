@@ -66,7 +66,7 @@ def steps_table(rows: Sequence[Run]) -> Table:
             common = of_seed.keys() & goal.keys()
             reached = sum(of_seed[seed] <= goal[seed] for seed in common)
             is_muon = some not in adamw
-            what = f"{'Muon' if is_muon else 'AdamW'}, lr {config.optim.lr:g}"
+            what = f"{'Muon' if is_muon else 'AdamW'}, lr {config.lr:g}"
             shape, rows_of_step = config.model_config(vocab_size=1), config.text.batch_size
             cells = [f"{shape.n_layer} x {shape.n_embd}, {rows_of_step} x {shape.block_size}"]
             cells += [f"**{what}**" if some is best else what]

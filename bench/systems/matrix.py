@@ -2,19 +2,25 @@
 
     python -m bench matrix fastpar    every layout, as threads of this process
     python -m bench matrix peers      torch's and DeepSpeed's, as processes
-    python -m bench matrix table      the table and the picture, from the rows of both
+    python -m bench matrix table --into bench/results/matrix    the page, from the rows of both
+
+Each layout has a line, with the time that the rest takes if it goes on like this; `--only "tp 2"`
+runs a few. Rows and page go to build/bench/matrix; those that are committed need `--into`. Without
+the checkout, `fastpar train` shows the same: fastpar/train/README.md has the lines to compare.
 
 A layout is a number of ranks and settings of `fastpar train`; its own run of one process has the
 same optimizer and experts and nothing else. Dropout, clipping and gradient accumulation are on; a
 step is 16 sequences in micro-batches of two. Every layout runs in deterministic mode and without.
 The others train bench/peers' plain GPT-2 of the same size on the same text, each beside its own run
-of one process, without dropout and with it. Rows go to bench/results/matrix.
+of one process, without dropout and with it.
 """
 
 import contextlib
 import json
+import os
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -27,12 +33,13 @@ import torch
 import torch.distributed as dist
 
 from bench.peers import contenders, pipeline, tensor_parallel
-from bench.records import RESULTS, machine, machine_line, parser_of, version_of
+from bench.records import SCRATCH, machine, machine_line, parser_of, version_of
 from bench.report import tables
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.ranks import reason
 from fastpar.data.batches import load_data, sample_batch
 from fastpar.engine.debug import Debug
+from fastpar.files.runs import duration
 from fastpar.models import set_up
 from fastpar.observe.strategies import STRATEGIES, Settings
 from fastpar.settings.config import TrainConfig
@@ -50,7 +57,7 @@ SETTINGS: dict[str, Any] = {
     **{"model": "micro", "n_layer": 4, "n_head": 4, "n_embd": 32, "block_size": LENGTH},
     **{"tokenizer": "bytes", "batch_size": BATCH, "micro_batch_size": 2, "max_steps": AT[-1]},
     **{"eval_every": 0, "save_every": 0, "num_samples": 0, "eval_batches": 1, "threads": 1},
-    **{"device": "cpu", "lr": 2e-3, "dropout": 0.1, "logger": "none"},
+    **{"device": "cpu", "lr": 2e-3, "warmup_steps": 2, "dropout": 0.1, "logger": "none"},
 }
 ALONE = {"outer_every": 5, "outer_lr": 1.0, "outer_momentum": 0.0}  # one replica: a plain run
 EXPERTS = {"n_expert": 4, "balance_loss": 0.1, "router_z_loss": 0.01, "balance_rate": 0.01}
@@ -100,6 +107,40 @@ def name_of(ranks: int, changes: dict[str, Any]) -> str:
     return ", ".join([f"{ranks} ranks", *["experts"] * ("n_expert" in changes), *words])
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """One thread a rank, and nothing of what a run prints."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(SETTINGS["threads"])
+    try:
+        with (
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+            contextlib.redirect_stderr(nowhere),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Countdown:
+    """Prints a line for each layout that is done, with the time that the rest may take."""
+
+    def __init__(self, n_layouts: int) -> None:
+        self.n_layouts, self.done, self.began = n_layouts, 0, time.monotonic()
+
+    def line(self, text: str) -> None:
+        self.done += 1
+        so_far = time.monotonic() - self.began
+        rest = so_far / self.done * (self.n_layouts - self.done)
+        print(f"[{self.done}/{self.n_layouts}] {text}  {duration(rest)} left", flush=True)
+
+    def end(self) -> None:
+        print(f"{self.done} layouts in {duration(time.monotonic() - self.began)}", flush=True)
+
+
 def _rank(settings: dict[str, Any]) -> int:
     config = TrainConfig().replace(settings)
     return Trainer(config, Mesh(device="cpu", **axes_of(config.mesh))).run()
@@ -111,7 +152,8 @@ def losses_of(layout: Layout, **more: Any) -> list[float]:
     with tempfile.TemporaryDirectory() as folder, _bus():
         out = Path(folder) / "run"
         settings = {**SETTINGS, **changes, **more, "out": str(out)}
-        run_ranks(_rank, ranks, settings, timeout_s=600.0)
+        with quiet():
+            run_ranks(_rank, ranks, settings, timeout_s=600.0)
         rows = read_metrics(out / "metrics.jsonl")
     found = {row["step"]: row["loss"] for row in rows if "loss" in row}
     return [float(found[step]) for step in AT]
@@ -133,7 +175,7 @@ def _bus() -> Iterator[None]:
 def fastpar_rows(layouts: Sequence[Layout] = LAYOUTS) -> list[dict[str, Any]]:
     """A row for each layout: losses, and those of its run of one process, in both modes."""
     known: dict[str, list[float]] = {}
-    rows = []
+    rows, countdown = [], Countdown(len(layouts))
     for ranks, changes in layouts:
         row: dict[str, Any] = {"layout": name_of(ranks, changes), "ranks": ranks}
         row["settings"] = {n: v for n, v in changes.items() if n not in EXPERTS}
@@ -144,8 +186,9 @@ def fastpar_rows(layouts: Sequence[Layout] = LAYOUTS) -> list[dict[str, Any]]:
             if key not in known:
                 known[key] = run((1, of_one))
             _measure(row, mode, partial(run, (ranks, changes)), known[key])
-        print(_line(row["layout"], row.get("deterministic"), row.get("default")), flush=True)
+        countdown.line(_line(row["layout"], row.get("deterministic"), row.get("default")))
         rows.append(row)
+    countdown.end()
     return rows
 
 
@@ -201,7 +244,7 @@ def _peer_rank(title: str, dropout: float) -> list[float]:
 def peer_rows(peers: Sequence[tuple[str, int]] = PEERS) -> list[dict[str, Any]]:
     """A row for each: losses without dropout and with it; refused: why it has none."""
     known: dict[float, list[float]] = {}
-    rows = []
+    rows, countdown = [], Countdown(len(peers))
     for title, ranks in peers:
         row: dict[str, Any] = {"layout": f"{title}, {ranks} ranks", "ranks": ranks, "who": title}
         for mode, dropout in (("no dropout", 0.0), ("dropout", SETTINGS["dropout"])):
@@ -210,8 +253,9 @@ def peer_rows(peers: Sequence[tuple[str, int]] = PEERS) -> list[dict[str, Any]]:
             if dropout not in known:
                 known[dropout] = _peer(contenders.SINGLE, 1, dropout)
             _measure(row, mode, partial(_peer, title, ranks, dropout), known[dropout])
-        print(_line(row["layout"], row.get("no dropout"), row.get("dropout")), flush=True)
+        countdown.line(_line(row["layout"], row.get("no dropout"), row.get("dropout")))
         rows.append(row)
+    countdown.end()
     return rows
 
 
@@ -344,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the exit status: 1 if a layout in deterministic mode is another run."""
     parser = parser_of("bench matrix", __doc__)
     parser.add_argument("what", choices=("fastpar", "peers", "table"))
-    parser.add_argument("--into", type=Path, default=RESULTS / "matrix")
+    parser.add_argument("--into", type=Path, default=SCRATCH / "matrix", help="folder of results")
     parser.add_argument("--only", default="", help="layouts whose name contains this; shown alone")
     args = parser.parse_args(argv)
     if args.what == "table":
@@ -362,7 +406,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.into.mkdir(parents=True, exist_ok=True)
         (args.into / f"{args.what}.json").write_text(json.dumps(found, indent=1) + "\n")
     wrong = [r["layout"] for r in found["rows"] if args.what == "fastpar" and _wrong(r)]
-    print(f"{len(found['rows'])} layouts" + "".join(f"\nanother run: {name}" for name in wrong))
+    if not args.only:
+        print(f"rows are in {args.into / args.what}.json")
+    print(f"distances are those of the losses at steps {AT[0]} and {AT[1]}; deterministic, default")
+    for name in wrong:
+        print(f"another run: {name}")
     return int(bool(wrong))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from fastpar.comm.host import bus_of
@@ -43,4 +45,5 @@ def set_up(
     parallelize(model, mesh, in_effect)
     bus = bus_of(mesh.device, pinned=parallel.offload.pinned) if kept.offload_activations else None
     recompute(model, kept.activation_checkpointing, offload=bus)
-    return make_optimizer(model, config.optim, dtype=dtype, seed=config.run.seed)
+    settings = dataclasses.replace(config.optim, lr=config.lr)
+    return make_optimizer(model, settings, dtype=dtype, seed=config.run.seed)

@@ -44,7 +44,7 @@ from fastpar.observe.strategies import SINGLE, STRATEGIES, Batch, Settings, buil
 from fastpar.optim.schedule import cosine_lr
 from fastpar.predict.machine import about_machine
 from fastpar.predict.memory import StepMemory
-from fastpar.settings.config import AUTO_MICRO_BATCH_TOKENS, derive_batch
+from fastpar.settings.config import AUTO_MICRO_BATCH_TOKENS, derive_batch, usual_warmup
 from fastpar.settings.files import check_at_least, option
 from fastpar.settings.model import GPTConfig, count_parameters
 from fastpar.settings.options import ModelSize, TextSettings
@@ -349,12 +349,6 @@ class Schedule:
         return sum(START_S + self.steps * step_s / run.ranks for run in runs)
 
 
-def warmup_steps(steps: int) -> int:
-    """A tenth of the run, but at least 20 steps or half of it: full speed after two steps raised
-    the gradient's norm to 50, and the loss."""
-    return min(max(steps // 10, 20), steps // 2, 1000)
-
-
 def forget_peak() -> None:
     """Returns freed memory to the system and resets the peak of this process."""
     gc.collect()
@@ -472,7 +466,7 @@ class Rank:
         self.on_step(step + 1, values[0], seconds)
 
     def _train_step(self, step: int) -> torch.Tensor:
-        lr, warmup = self.settings["lr"], warmup_steps(self.steps)
+        lr, warmup = self.settings["lr"], usual_warmup(self.steps)
         lr = cosine_lr(step, lr=lr, min_lr=lr / 10, warmup_steps=warmup, max_steps=self.steps)
         return self.contender.train_step([self._batch(step, j) for j in self._numbers()], lr)
 

@@ -42,9 +42,11 @@ def make_optimizer(
     """Make the optimizer that the settings of a run describe.
 
     Args:
+        settings: with a learning rate, TrainConfig.lr.
         dtype: of the model's weights.
         seed: of stochastic rounding.
     """
+    assert settings.lr is not None
     masters = _masters(settings, dtype)
     limit = settings.max_grad_norm or math.inf  # infinity: only measure
     if settings.optimizer == "muon":
@@ -103,7 +105,7 @@ def set_lr(optimizer: torch.optim.Optimizer, step: int, config: TrainConfig) -> 
     The values are rounded to fp32, so that a kernel that reads them from GPU memory, as in a
     captured step, makes the same step.
     """
-    settings, peak = config.optim, config.optim.lr
+    settings, peak = config.optim, config.lr
     lr = scheduled_lr(step, config)
     for group in optimizer.param_groups:
         is_muon = not group.get("adamw", True)
@@ -121,7 +123,7 @@ def _fp32(number: float) -> float:
 def scheduled_lr(step: int, config: TrainConfig) -> float:
     """Learning rate of a step by the settings of a run; from max_steps on it is min_lr."""
     settings, max_steps, warmup = config.optim, config.run.max_steps, config.warmup_steps
-    lr, low = settings.lr, config.min_lr
+    lr, low = config.lr, config.min_lr
     if settings.lr_schedule == "cosine" or step < warmup:
         return cosine_lr(step, lr=lr, min_lr=low, warmup_steps=warmup, max_steps=max_steps)
     falls = max_steps - warmup

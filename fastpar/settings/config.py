@@ -25,7 +25,8 @@ class TrainConfig(TrainFlags):
 
     def __post_init__(self) -> None:
         read = self.shape.init_from is not None  # its sizes are known later
-        check("train", known(self, None if read else self.model_config(vocab_size=1)))
+        values = known(self, None if read else self.model_config(vocab_size=1))
+        check("train", values | {"lr": self.lr})
 
     def learn(self, **facts: Any) -> None:
         """Check the rules about these facts, which are known only now, such as the dtype."""
@@ -71,21 +72,35 @@ class TrainConfig(TrainFlags):
         )
 
     @property
+    def lr(self) -> float:
+        """The peak rate: that of a new model would undo what given weights know."""
+        if self.optim.lr is not None:
+            return self.optim.lr
+        return 2.5e-3 if self.shape.init_from is None else 3e-4
+
+    @property
     def min_lr(self) -> float:
         if self.optim.min_lr is not None:
             return self.optim.min_lr
-        return self.optim.lr / 10 if self.optim.lr_schedule == "cosine" else 0.0
+        return self.lr / 10 if self.optim.lr_schedule == "cosine" else 0.0
 
     @property
     def warmup_steps(self) -> int:
         given = self.optim.warmup_steps
-        return min(self.run.max_steps // 10, 1000) if given is None else given
+        return usual_warmup(self.run.max_steps) if given is None else given
 
     @property
     def accumulate(self) -> str:
         """When gradients are reduced: each micro-batch ("shard") or once per step ("full")."""
         auto = "full" if self.parallel.zero_stage < 2 else "shard"
         return self.parallel.accumulate or auto
+
+
+def usual_warmup(steps: int) -> int:
+    """A tenth of a run, at most 1000 steps, but at least 20 or half of it: full speed after two
+    steps raised the gradient's norm to 50, the loss, and roundings between layouts a hundredfold.
+    """
+    return min(max(steps // 10, 20), steps // 2, 1000)
 
 
 AUTO_MICRO_BATCH_TOKENS = 16384

@@ -107,8 +107,9 @@ class OptimSettings:
     """Format of adamw's moments; bf16 and int8 use stochastic rounding."""
     stochastic_rounding: bool = False
     """Train bf16 weights without master copies, with stochastic rounding (adamw only)."""
-    lr: float = 2.5e-3
-    """Peak learning rate. adafactor reads it as a relative step size: about 0.03."""
+    lr: float | None = None
+    """Peak learning rate; unset: 2.5e-3, with init-from 3e-4.
+    adafactor reads it as a relative step size: about 0.03."""
     muon_lr: float = 0.02
     """Peak learning rate of the matrices that muon updates."""
     min_lr: float | None = None
@@ -119,7 +120,7 @@ class OptimSettings:
     lr_decay_fraction: float = 0.4
     """With lr-schedule wsd: fraction of max-steps that the final decay takes."""
     warmup_steps: int | None = None
-    """Warm-up steps; unset: max-steps / 10, at most 1000."""
+    """Warm-up steps; unset: max-steps / 10, at least 20 or half of them, at most 1000."""
     weight_decay: float = 0.1
     """Weight decay of matrices; biases and norms are not decayed."""
     betas: tuple[float, float] = (0.9, 0.95)

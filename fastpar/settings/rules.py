@@ -323,7 +323,7 @@ RULES: list[Rule] = [
     Rule(("outer_momentum",), lambda v: 0 <= v < 1, "outer_momentum in [0, 1)", "0.9 is usual"),
     Rule(
         ("min_lr", "lr"),
-        lambda low, lr: low is None or low <= lr,
+        lambda low, lr: None in (low, lr) or low <= lr,
         "min_lr <= lr={lr}",
         "lower <min_lr> or raise <lr>",
     ),

@@ -363,8 +363,6 @@ def test_hyper_parameters_are_those_of_train():
     assert (ours.betas, ours.weight_decay) == (theirs.betas, theirs.weight_decay)
     assert theirs.max_grad_norm == 1.0
     assert AdamW([torch.nn.Parameter(torch.zeros(2))]).param_groups[0]["eps"] == compare.EPS
-    # Short runs warm up for longer than a tenth.
-    assert [compare.warmup_steps(n) for n in (1, 5, 60, 50_000)] == [0, 2, 20, 1000]
 
 
 def test_what_the_ranks_measured_is_merged():

@@ -134,6 +134,19 @@ def test_every_setting_has_a_default_and_help():
                 assert re.search(rf'    {name}: [^\n]+ = [^\n]+\n    "{{3}}[^"]+', source), name
 
 
+def test_rates_that_are_not_set_fit_the_run():
+    """Warm-ups of short runs are longer than a tenth; given weights are not undone."""
+    runs = [TrainConfig().replace({"max_steps": steps}) for steps in (1, 5, 30, 60, 400, 50_000)]
+    assert [run.warmup_steps for run in runs] == [0, 2, 15, 20, 40, 1000]
+    assert TrainConfig().replace({"max_steps": 30, "warmup_steps": 3}).warmup_steps == 3
+    new, given = TrainConfig(), TrainConfig().replace({"init_from": "weights"})
+    assert (new.lr, new.min_lr) == (2.5e-3, 2.5e-4)
+    assert given.lr < new.lr / 5
+    assert given.replace({"lr": 0.1}).lr == 0.1
+    with pytest.raises(ValueError, match=r"min_lr <= lr=0\.0003, got min_lr=0\.001"):
+        given.replace({"min_lr": 1e-3})
+
+
 def test_times():
     for text, seconds in (
         ("300", 300),

@@ -325,7 +325,7 @@ def test_unset_takes_the_default_of_what_a_run_or_a_file_has_set():
         ("--config a.toml", None, 5, 2.5e-3),
     ):
         config = parse_train(flags.split())
-        found = (config.parallel.shard_size, config.run.seed, config.optim.lr)
+        found = (config.parallel.shard_size, config.run.seed, config.lr)
         assert found == (shard_size, seed, lr)
 
 
