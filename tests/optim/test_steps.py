@@ -645,9 +645,8 @@ def fp32(number):
 
 
 def test_muon_and_its_learning_rates():
-    config = TrainConfig().replace(
-        {"optimizer": "muon", "muon_lr": 0.5, "lr": 0.25, "weight_decay": 0.125, "max_steps": 20}
-    )
+    rates = {"optimizer": "muon", "muon_lr": 0.5, "lr": 0.25, "weight_decay": 0.125}
+    config = TrainConfig().replace({**rates, "max_steps": 20, "warmup_steps": 2})
     model = nn.ModuleDict({"wte": nn.Embedding(5, 3), "h": nn.ModuleList([nn.Linear(3, 3)])})
     optimizer = make_optimizer(model, config.optim, dtype=torch.bfloat16, seed=7)
     assert optimizer.max_grad_norm == 1.0
@@ -687,7 +686,7 @@ def test_schedules(schedule, changes, expected):
 @sweep("name", ["adamw", "adafactor", "muon"])
 def test_a_step_has_the_weight_decay_of_the_settings(name):
     """Also where a run goes on from a checkpoint with another one. No limit measures the norm."""
-    settings = {"optimizer": name, "weight_decay": 0.25, "max_grad_norm": 0}
+    settings = {"optimizer": name, "lr": 1e-3, "weight_decay": 0.25, "max_grad_norm": 0}
     config, model = TrainConfig().replace(settings), nn.Sequential(nn.Linear(2, 2))
     optimizer = make_optimizer(model, config.optim, dtype=torch.float32, seed=0)
     assert optimizer.max_grad_norm == math.inf
