@@ -1,6 +1,5 @@
 // How an eager call of an op continues: kernels/op.py [Note: eager calls]. In Python, checking one
 // argument takes as long as a small kernel's launch.
-#include <array>
 #include <utility>
 
 #include "bindings.h"
@@ -10,11 +9,11 @@ namespace {
 
 // What Python passes once; never destroyed, because Python may end before.
 struct State {
-  PyObject *tensor, *parameter, *has_storage, *peek_transform;
-  std::array<PyObject*, 2> stack_sizes;  // of modes for dispatch and for functions
+  PyObject *tensor, *parameter, *peek_transform;
+  PyObject* watchers;  // a tuple: each counts what is active of modes and of the tracer
 };
 State* state = nullptr;
-PyObject *is_cuda, *is_cpu, *is_neg, *requires_grad;
+PyObject *is_cuda, *is_cpu, *is_neg, *data_ptr, *requires_grad;
 
 bool is(PyObject* x, PyObject* type) { return reinterpret_cast<PyObject*>(Py_TYPE(x)) == type; }
 
@@ -28,10 +27,18 @@ bool attribute(PyObject* x, PyObject* name) {
 }
 
 bool is_watched() {
-  for (PyObject* size : state->stack_sizes) {
-    if (PyLong_AsLong(checked(PyObject_CallNoArgs(size)).ptr()) != 0) return true;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(state->watchers); ++i) {
+    PyObject* count = PyTuple_GET_ITEM(state->watchers, i);
+    if (PyLong_AsLong(checked(PyObject_CallNoArgs(count)).ptr()) != 0) return true;
   }
   return !checked(PyObject_CallNoArgs(state->peek_transform)).is_none();
+}
+
+// Not sparse tensors and torch's wrappers, for which torch raises, nor those without memory.
+bool has_address(PyObject* x) {
+  const auto found = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(x, data_ptr));
+  if (!found) PyErr_Clear();
+  return found && PyObject_IsTrue(found.ptr()) == 1;
 }
 
 // 0: with care; 1: straight to the implementation; 2: the same, and an input requires a gradient.
@@ -48,7 +55,7 @@ int look_at_each(PyObject* args) {
         if (!attribute(x, other)) return 0;
         std::swap(here, other);
       }
-      if (checked(PyObject_CallOneArg(state->has_storage, x)).ptr() != Py_True) return 0;
+      if (!has_address(x)) return 0;
       if (checked(PyObject_CallMethodNoArgs(x, is_neg)).ptr() != Py_False) return 0;
       if (result == 1 && attribute(x, requires_grad)) result = 2;
     } else if (PyObject_IsInstance(x, state->tensor) != 0) {
@@ -77,17 +84,14 @@ PyMethodDef look_at_method = {"look_at", look_at, METH_O,
 }  // namespace
 
 void bind_eager(py::module_& m) {
-  m.def("prepare_eager", [](py::object tensor, py::object parameter, py::object has_storage,
-                            py::object peek_transform, py::object modes, py::object functions) {
+  m.def("prepare_eager", [](py::object tensor, py::object parameter, py::object peek_transform,
+                            py::tuple watchers) {
     const auto keep = [](py::object& x) { return x.release().ptr(); };
-    state = new State{keep(tensor),
-                      keep(parameter),
-                      keep(has_storage),
-                      keep(peek_transform),
-                      {keep(modes), keep(functions)}};
+    state = new State{keep(tensor), keep(parameter), keep(peek_transform), keep(watchers)};
     is_cuda = PyUnicode_InternFromString("is_cuda");
     is_cpu = PyUnicode_InternFromString("is_cpu");
     is_neg = PyUnicode_InternFromString("is_neg");
+    data_ptr = PyUnicode_InternFromString("data_ptr");
     requires_grad = PyUnicode_InternFromString("requires_grad");
   });
   m.attr("look_at") = py::reinterpret_steal<py::object>(PyCFunction_New(&look_at_method, nullptr));

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -28,13 +29,14 @@ class Op:
     [Note: eager calls] The dispatcher parses every argument twice, for autograd and for the device,
     which costs as much as a small kernel. So a call on plain CPU or CUDA tensors, with no active
     mode, transform or tracer, goes straight to the implementation (through autograd.Function if a
-    gradient is needed). All other calls see the op: torch.compile, and the profiler.
+    gradient is needed). All other calls see the op: torch.compile, torch.jit.trace, the profiler.
 
     [Note: unusual tensors] Implementations read memory by address, so a tensor is plain only if its
-    memory holds its values. A lazily negated tensor (the negative bit of z.conj().imag) is made
-    plain here, as input and as gradient; a batch of gradients (is_grads_batched) goes through the
-    dispatcher, which calls the op for each; a sparse tensor and a tangent of forward-mode AD are
-    refused.
+    memory holds its values. A lazily negated tensor (the negative bit of z.conj().imag) and torch's
+    zero tensors are made plain here, as input and as gradient; a batch of gradients
+    (is_grads_batched) goes through the dispatcher, which calls the op for each, as do tensors
+    without an address (wrappers of functionalization; also those without elements); a sparse tensor
+    and a tangent of forward-mode AD are refused.
 
     [Note: transforms] Under torch.func's grad and vmap the op is an autograd.Function of the form
     that these require: vmap is a loop, and backward may itself be recorded, but not differentiated.
@@ -91,7 +93,7 @@ class Op:
             return self.overload(*args)
         if forward_ad._current_level >= 0:
             self._refuse_tangents(args)
-        if in_transform() and not self.takes_lists:
+        if _transform() not in (None, TransformType.Functionalize) and not self.takes_lists:
             if self.mutates:
                 raise RuntimeError(
                     f"{self.name}: expected tensors outside of torch.func's transforms, got a call "
@@ -102,8 +104,8 @@ class Op:
         tensors = [a for a in args if isinstance(a, Tensor)]
         for a in tensors:
             check_dense(self.name, "a tensor", a)
-        if not self.mutates and any(a.is_neg() for a in tensors):
-            return self(*(a.resolve_neg() if isinstance(a, Tensor) else a for a in args))
+        if not self.mutates and any(a.is_neg() or a._is_zerotensor() for a in tensors):
+            return self(*(_resolved(a) if isinstance(a, Tensor) else a for a in args))
         return self.overload(*args)
 
     def _refuse_tangents(self, args: tuple) -> None:
@@ -143,6 +145,11 @@ class Op:
         raise RuntimeError(_one_backward(_stem(self.name), "a derivative of its gradient"))
 
 
+def _resolved(x: Tensor) -> Tensor:
+    """x with its values in memory; torch itself expands one zero, with strides that no op takes."""
+    return x.clone() if x._is_zerotensor() else x.resolve_neg()
+
+
 def _function(name: str, **methods: Callable[..., Any]) -> Any:
     static = {key: staticmethod(method) for key, method in methods.items()}
     return type(name, (torch.autograd.Function,), static)
@@ -158,6 +165,14 @@ def _kind(a: Any) -> Any:
 _PLAIN = (Tensor, Parameter)
 _is_grad_enabled, _profiler_enabled = torch.is_grad_enabled, torch.autograd._profiler_enabled
 _has_storage = torch._C._has_storage  # false for sparse tensors and torch's wrappers
+_watchers = (  # each counts what is active: modes for dispatch and functions, the tracer
+    torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack, torch._C._is_tracing,
+)  # fmt: skip
+
+
+def _has_values(x: Tensor) -> bool:
+    """Whether the values of x are those at its address."""
+    return _has_storage(x) and x.data_ptr() != 0 and not x.is_neg()
 
 
 def look_at(args: tuple) -> int:
@@ -168,7 +183,7 @@ def look_at(args: tuple) -> int:
     needs_grad = False
     for a in args:
         if type(a) in _PLAIN:
-            if not (a.is_cuda or a.is_cpu) or not _has_storage(a) or a.is_neg():
+            if not (a.is_cuda or a.is_cpu) or not _has_values(a):
                 return 0
             needs_grad = needs_grad or a.requires_grad
         elif isinstance(a, Tensor):
@@ -178,10 +193,7 @@ def look_at(args: tuple) -> int:
 
 _look_at = look_at
 if _C is not None:
-    _C.prepare_eager(
-        Tensor, Parameter, _has_storage, torch._C._functorch.peek_interpreter_stack,
-        torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack,
-    )  # fmt: skip
+    _C.prepare_eager(Tensor, Parameter, torch._C._functorch.peek_interpreter_stack, _watchers)
     _look_at = _C.look_at
 
 
@@ -205,6 +217,13 @@ def _lists_are_plain(args: tuple) -> bool:
     return True
 
 
+def goes_straight(args: tuple) -> bool:
+    """Whether a call outside of autograd may read and write the memory of these tensors."""
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return False
+    return _look_at(args) > 0
+
+
 def _stem(name: str) -> str:
     """The op's base name: layer_norm for layer_norm_bwd, and so on."""
     return name.removesuffix("_").removesuffix("_bwd")
@@ -212,22 +231,35 @@ def _stem(name: str) -> str:
 
 def in_transform() -> bool:
     """Whether a transform of torch.func (grad, vmap) is active."""
-    compiling = torch.compiler.is_compiling()  # torch's tracer assumes a non-empty stack
-    return not compiling and torch._C._functorch.peek_interpreter_stack() is not None
+    return _transform() is not None
+
+
+def _transform() -> Any:
+    """The kind of the innermost active transform of torch.func, None without one."""
+    if torch.compiler.is_compiling():  # torch's tracer assumes a non-empty stack
+        return None
+    top = torch._C._functorch.peek_interpreter_stack()
+    return None if top is None else top.key()
+
+
+def may_need_grad(x: Tensor) -> bool:
+    """Whether a backward may ask for x's gradient. torch.jit.trace records a call that later runs
+    with other tensors."""
+    if not torch.compiler.is_compiling() and torch._C._is_tracing():
+        return True
+    return torch.is_grad_enabled() and (x.requires_grad or in_transform())
 
 
 def is_plain(x: Tensor) -> bool:
     """Whether x is an ordinary tensor whose memory holds its values."""
-    return type(x) in _PLAIN and _has_storage(x) and not x.is_neg() and not _is_watched()
+    return type(x) in _PLAIN and _has_values(x) and not _is_watched()
 
 
 def _is_watched() -> bool:
-    """Whether a mode (FakeTensor, make_fx, checkpointing) or a transform (vmap) is active."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    """Whether a mode (FakeTensor, make_fx, checkpointing), a transform (vmap) or the tracer
+    (torch.jit.trace) is active."""
+    active = any(count() for count in _watchers)
+    return active or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def check_dense(op: str, name: str, x: Tensor) -> None:

@@ -37,7 +37,13 @@ from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import has_bf16_gemm, has_gemm
 from fastpar.kernels.choice import ignores_times, ignoring_times, is_proven, is_real, may_run
 from fastpar.kernels.linear.weight_gradients import place_for, queue_for
-from fastpar.kernels.op import define_autograd, define_op, is_plain, refuse_double_backward
+from fastpar.kernels.op import (
+    define_autograd,
+    define_op,
+    goes_straight,
+    is_plain,
+    refuse_double_backward,
+)
 
 if TYPE_CHECKING:
     from fastpar.kernels.linear.fp8 import Fp8
@@ -70,10 +76,22 @@ def _use_gemm_for(a: Tensor, b: Tensor) -> bool:
     return a.is_cpu and use_gemm(a, a.shape[0], b.shape[1], a.shape[1], turned=a.stride(0) == 1)
 
 
-def _gemm(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, accumulate: bool) -> None:
+def _gemm_run(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, accumulate: bool) -> None:
     if bias is not None:
         bias = bias.contiguous()
     _C.gemm(a, b, out, accumulate, bias, torch.get_num_threads())
+
+
+_gemm_op = define_op(
+    "gemm_(Tensor(a!) out, Tensor a, Tensor b, Tensor? bias, bool accumulate) -> ()", _gemm_run,
+    devices=("CPU",),
+)  # fmt: skip
+
+
+def _gemm(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, accumulate: bool) -> None:
+    """Our product, also outside of the ops below: in whoever's backward."""
+    args = out, a, b, bias, accumulate
+    (_gemm_run if goes_straight(args) else _gemm_op)(*args)
 
 
 def matmul(
@@ -91,7 +109,7 @@ def matmul(
 def add_matmul_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """out [M, N] += a [M, K] @ b [K, N], any strides of a and b, outside autograd."""
     if not _use_gemm_for(a, b):
-        return out.addmm_(a, b)
+        return torch.addmm(out, a, b, out=out)
     _gemm(a, b, out, None, accumulate=True)
     return out
 

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from fastpar.kernels import _C
 from fastpar.kernels.backend import FLOATS, triton_module, use_cpp, use_triton, wide
-from fastpar.kernels.op import check_dense, define_autograd, define_op, in_transform, is_plain
+from fastpar.kernels.op import check_dense, define_autograd, define_op, is_plain, may_need_grad
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -359,8 +359,8 @@ def cross_entropy(
     )  # fmt: skip
     flat = targets.reshape(-1)
     options = (vocab_size, ignore_index, reduction, float(label_smoothing), float(z_loss))
-    need_grad = torch.is_grad_enabled() and (logits.requires_grad or in_transform())
-    if need_grad and inplace:
+    need_grad = may_need_grad(logits)
+    if need_grad and inplace and not torch.jit.is_tracing():
         loss, factor = _cross_entropy_(_check_inplace(logits), flat, *options)
         # Taken afterwards: autograd gives a view whose base has changed a backward that copies.
         loss = _attach(logits.view(-1, logits.shape[-1]), loss, factor)

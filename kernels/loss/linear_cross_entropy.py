@@ -50,6 +50,7 @@ from fastpar.kernels.op import (
     define_op,
     in_transform,
     is_plain,
+    may_need_grad,
     refuse_batch,
     refuse_buffer,
 )
@@ -233,6 +234,12 @@ def scaled(grad: Tensor, by: Tensor, dtype: torch.dtype, *, saved: bool = False)
 
 
 def _backward(ctx, dloss, *_):
+    wanted = ctx.needs_input_grad[0] > ctx.need_dx, ctx.needs_input_grad[1] > ctx.need_dweight
+    if any(wanted):
+        raise RuntimeError(
+            "linear_cross_entropy: expected a call that was recorded with gradients, got a backward"
+            " of one recorded without; record it where gradients are enabled and required"
+        )
     if ctx.none:
         needed = (ctx.need_dx, ctx.need_dweight)
         dx, dweight = _linear_cross_entropy_bwd(dloss, *ctx.saved_tensors, *ctx.options, *needed)
@@ -323,7 +330,7 @@ def linear_cross_entropy(
         refuse_buffer("linear_cross_entropy", "weight_grad")
         _check_weight_grad(weight_grad, weight, grad)
     options = reduction, float(label_smoothing), float(z_loss), chunk_rows or 0
-    need = (grad and (t.requires_grad or in_transform()) for t in (x, weight))
+    need = map(may_need_grad, (x, weight))
     tensors = x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1)
     loss, *_ = _linear_cross_entropy(
         *tensors, vocab_size, ignore_index, *options, *need, weight_grad

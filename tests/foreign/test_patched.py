@@ -167,6 +167,19 @@ def test_compiles(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", BOTH)
+def test_traces(name):
+    """By torch.jit.trace, with its own check."""
+    model, idx = MODELS[name]().eval().requires_grad_(False), ids_for()
+    fastpar.patch(model)
+    options = {} if name == "nanoGPT" else {"use_cache": False}
+    call = functools.partial(logits_of, model, **options)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        recording = torch.jit.trace(lambda idx: call(idx), (idx,))
+        torch.testing.assert_close(recording(idx.flip(1)), call(idx.flip(1)))
+
+
+@pytest.mark.parametrize("name", BOTH)
 def test_copies_and_pickles_are_patched(name):
     model = MODELS[name]()
     report = fastpar.patch(model)

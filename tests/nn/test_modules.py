@@ -123,6 +123,18 @@ def test_compiles_without_graph_breaks():
     y.sum().backward()
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_traces(grad, tmp_path):
+    """By torch.jit.trace, with its own check; the recording is saved and read again."""
+    for module, x in everything():
+        with torch.set_grad_enabled(grad):
+            recording = torch.jit.trace(module, (x,))
+            torch.jit.save(recording, tmp_path / "module.pt")
+            other = x.flip(1) if x.dtype == torch.int64 else x * 0.5
+            for each in (recording, torch.jit.load(tmp_path / "module.pt")):
+                assert torch.equal(each(other), module(other)), type(module)
+
+
 def test_parametrized_weights_are_used():
     for module, x in everything():
         y = module(x)

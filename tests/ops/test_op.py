@@ -5,16 +5,20 @@ is right itself is what each op's own tests show.
 """
 
 import functools
-import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cells import sweep
+from cells import slow, sweep
+from own_product import use_own_product
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar import kernels
 from fastpar.kernels import Rng, backend, make_key
@@ -81,23 +85,9 @@ def cases(
 
 @pytest.fixture(params=["module", "own product"])
 def products(request, monkeypatch):
-    """Also as on a machine where linear's product is our own: it reads memory by its address."""
+    """Also as on a machine where linear's product is our own."""
     if request.param == "own product":
-        linear = importlib.import_module("fastpar.kernels.linear")
-
-        def gemm(a, b, out, bias, accumulate):
-            a, b, bias = (None if t is None else in_memory(t) for t in (a, b, bias))
-            product = a @ b if bias is None else a @ b + bias
-            out.copy_(out + product if accumulate else product)
-
-        monkeypatch.setattr(linear, "use_gemm", lambda x, *_, **__: x.dtype == torch.float32)
-        monkeypatch.setattr(linear, "_gemm", gemm)
-
-
-def in_memory(t: Tensor) -> Tensor:
-    """What t's memory holds."""
-    raw = torch.empty(0, dtype=t.dtype)
-    return raw.set_(t.untyped_storage(), t.storage_offset(), t.size(), t.stride())
+        use_own_product(monkeypatch)
 
 
 def grads_of(case: Case, tensors: tuple[Tensor, ...], dy: Tensor) -> list[Tensor]:
@@ -126,6 +116,139 @@ def test_lazily_negated_tensors_have_their_sign(products):
             same(f"{name}, strided", grads_of(case, imaginary, dy), expected)
         with torch.no_grad():
             same(name, [case.op(*contiguous)], expected[:1])
+
+
+def traced(call, tensors):
+    return torch.jit.trace(call, tuple(t * 0.5 for t in tensors))(*tensors)
+
+
+def recorded(call, tensors, **how):
+    """By make_fx, with other values."""
+    return make_fx(call, **how)(*(t * 0.5 for t in tensors))(*tensors)
+
+
+def functional(call, tensors):
+    torch._enable_functionalization(reapply_views=True)
+    try:
+        y = call(*map(torch._to_functional_tensor, tensors))
+    finally:
+        torch._disable_functionalization()
+    torch._sync(y)
+    return torch._from_functional_tensor(y)
+
+
+def below_autograd(call, tensors):
+    with torch._C._AutoDispatchBelowAutograd():
+        return call(*tensors)
+
+
+def with_python_dispatcher(call, tensors):
+    with enable_python_dispatcher():
+        return call(*tensors)
+
+
+class Seen(TorchDispatchMode):
+    """What the dispatcher is asked for."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def in_a_mode(call, tensors):
+    with Seen():
+        return call(*tensors)
+
+
+def in_a_function_mode(call, tensors):
+    with BaseTorchFunctionMode():
+        return call(*tensors)
+
+
+def under_inference_mode(call, tensors):
+    with torch.inference_mode():
+        return call(*tensors).clone()
+
+
+def exported(call, tensors):
+    class Module(torch.nn.Module):
+        def forward(self, *tensors):
+            return call(*tensors)
+
+    return torch.export.export(Module(), tensors, strict=False).module()(*tensors)
+
+
+KEYS: dict[str, Any] = {"_allow_non_fake_inputs": True}  # of masks, which stand outside
+
+# Every key that torch keeps for a thread (torch._C._dispatch_tls_local_include_set() and
+# _exclude_set()) or gives a tensor (torch._C._dispatch_keys()) and that changes what a call does.
+# Not here: FuncTorch's and Batched (transforms, gradients in batches), Negative, Sparse, Mkldnn,
+# Quantized and Conjugate (refusals), which have tests of their own; Meta, which has no memory;
+# Autocast, for which no op has a rule.
+STATES = {
+    "Tracer": traced,
+    "Python, PythonTLSSnapshot": in_a_mode,
+    "Python, make_fx": recorded,
+    "Python, make_fx fake": functools.partial(recorded, tracing_mode="fake", **KEYS),
+    "Python, make_fx symbolic": functools.partial(recorded, tracing_mode="symbolic", **KEYS),
+    "PreDispatch": functools.partial(recorded, pre_dispatch=True),
+    "PreDispatch, export": exported,
+    "PythonDispatcher": with_python_dispatcher,
+    "functions of torch": in_a_function_mode,
+    "FuncTorchDynamicLayer": lambda call, tensors: torch.func.functionalize(call)(*tensors),
+    "Functionalize": functional,
+    "Autograd excluded": below_autograd,
+    "ADInplaceOrView excluded": under_inference_mode,
+}
+QUICK_STATES = "Tracer", "PreDispatch", "Functionalize", "Autograd excluded"
+
+
+@pytest.mark.parametrize("state", [s if s in QUICK_STATES else slow(s) for s in STATES])
+def test_every_state_of_torch_gets_values(state, products):
+    """Where a recording is made, it is made with other values and run with these."""
+    for name, case in cases():
+        with torch.no_grad():
+            same(name, [STATES[state](case.op, case.tensors)], [case.op(*case.tensors)])
+        if state not in ("FuncTorchDynamicLayer", "Functionalize", "Autograd excluded"):
+            leaves = tuple(t.clone().requires_grad_() for t in case.tensors)
+            y = STATES[state](case.op, leaves)
+            same(f"{name}, gradients on", [y.detach()], [case.op(*case.tensors)])
+
+
+def test_a_recorded_loss_has_gradients_or_refuses_them():
+    """A recording by torch.jit.trace always has them; another may have been made without."""
+    x, w, targets = torch.randn(3, 8), torch.randn(5, 8), torch.tensor([1, 4, 0])
+
+    def loss(x, w):
+        logits = kernels.linear(x, w)
+        direct = kernels.linear_cross_entropy(x, w, targets)
+        return direct + kernels.cross_entropy(logits, targets)
+
+    leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+    with torch.no_grad():
+        recording = torch.jit.trace(loss, (2 * x, w))
+        graph = make_fx(lambda x, w: kernels.linear_cross_entropy(x, w, targets))(x, w)
+    same("recorded", grads_of(Case(recording, ()), leaves, torch.ones(())),
+         grads_of(Case(loss, ()), leaves, torch.ones(())))  # fmt: skip
+    with pytest.raises(RuntimeError, match="expected a call that was recorded with gradients"):
+        graph(*leaves).backward()
+
+
+def zeros_of_torch(t):
+    return torch._efficientzerotensor(t.shape)
+
+
+def test_tensors_without_memory_have_their_values(products):
+    """torch's zero tensors, as inputs and as gradients; tensors that are copied when written."""
+    for name, case in cases():
+        if "in place" in name:  # torch refuses it
+            continue
+        zeros = tuple(torch.zeros_like(t) for t in case.tensors)
+        dy = torch.zeros_like(case.op(*zeros))
+        expected = grads_of(case, zeros, dy)
+        same(name, grads_of(case, tuple(map(zeros_of_torch, zeros)), zeros_of_torch(dy)), expected)
+        same(f"{name}, gradient", grads_of(case, zeros, zeros_of_torch(dy)), expected)
+        lazy = tuple(torch._lazy_clone(t.clone()) for t in case.tensors)
+        same(f"{name}, lazy", [case.op(*lazy)], [case.op(*case.tensors)])
 
 
 def relaid(t: Tensor, rows: bool) -> list[Tensor]:
