@@ -576,7 +576,7 @@ class SharedRows:
         for part in self.model.modules():
             if isinstance(part, Model | GPT2Attention):
                 share_rows(part, cp)
-        self.names = list(inspect.signature(self.model.forward).parameters)
+        self.names = inspect.signature(self.model.forward).parameters
         self.model.register_forward_pre_hook(self.enter, with_kwargs=True)
         self.model.register_forward_hook(self.leave, with_kwargs=True)
 
@@ -585,7 +585,7 @@ class SharedRows:
     ) -> tuple[tuple, dict[str, Any]]:
         """The arguments for this rank's tokens."""
         given = {**dict(zip(self.names, args)), **kwargs}
-        given = {name: x for name, x in given.items() if isinstance(x, Tensor) or x}
+        given = {name: x for name, x in given.items() if not self._is_absent(name, x)}
         self._check(model, given)
         ids, cp = given["input_ids"], self.cp
         batch, self.length = ids.shape
@@ -604,6 +604,12 @@ class SharedRows:
             mine = cp.slice_rows(F.pad(shifted, (0, padding), value=ignored))
             given["labels"] = given["shift_labels"] = mine
         return (), {**given, "use_cache": False, "return_dict": True}
+
+    def _is_absent(self, name: str, x: Any) -> bool:
+        """Whether the argument says nothing: None, False or the default; 0 is an id or a count."""
+        if x is None or x is False:
+            return True
+        return name in self.names and not isinstance(x, Tensor) and x == self.names[name].default
 
     def _check(self, model: nn.Module, given: Mapping[str, Any]) -> None:
         name, ids = type(model).__name__, given.get("input_ids")

@@ -292,45 +292,54 @@ def test_a_fused_loss_never_joins_logits(tp, tokens):
 # The library's own loss, of sequences that are cut. It computes in fp32; here in fp64.
 
 
-def in_fp64(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **_):
+def in_fp64(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100,
+            shift_labels=None, **_):  # fmt: skip
     if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     kind = "mean" if num_items_in_batch is None else "sum"
     loss = F.cross_entropy(
-        logits.flatten(0, 1), shift_labels.flatten(), ignore_index=-100, reduction=kind
+        logits.flatten(0, 1), shift_labels.flatten(), ignore_index=ignore_index, reduction=kind
     )
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-def labels_of(ids):
+def labels_of(ids, ignored=-100):
     labels = ids.clone()
-    labels[0, 2:9] = -100  # all targets of a rank's part of this row
+    labels[0, 2:9] = ignored  # all targets of a rank's part of this row
     return labels
 
 
-@sweep(("method", "items"), [("heads", None), ("keys", 7)])
-def test_the_loss_of_labels(method, items):
+NOTHING = {"use_cache": False, "past_key_values": None, "logits_to_keep": 0}
+SOME = [
+    *(("heads", {}), ("keys", {"num_items_in_batch": 7, **NOTHING})),
+    *(("heads", {"ignore_index": 0}), ("keys", {"num_items_in_batch": 0})),
+]
+
+
+@sweep(("method", "more"), SOME)
+def test_the_loss_of_labels(method, more):
     """Shifted before they are cut; divided by the targets of all ranks."""
     base, _ = model_and_reference("short")
-    ids, more = batch(0), {} if items is None else {"num_items_in_batch": items}
+    ids = batch(0)
+    labels = labels_of(ids, more.get("ignore_index", -100))
 
     def run(cp):
         model = copy.deepcopy(base)
         if cp > 1:
             parallelize(model, Mesh(cp=cp), Parallel.of(cp_method=method))
         model.loss_function = in_fp64
-        found = model(ids, labels=labels_of(ids), **more)
+        found = model(ids, labels=labels, **more)
         found.loss.backward()
         assert cp == 1 or found.logits is None
         grads = grads_of(model)
         model.eval()
         with torch.no_grad():
-            return [found.loss.detach(), *grads, model(ids, labels=labels_of(ids)).logits]
+            return [found.loss.detach(), *grads, model(ids, labels=labels).logits]
 
     expected = run(1)
     for found in run_ranks(run, 2, 2):
         for got, want in zip(found, expected, strict=True):
-            assert (got - want).abs().max() <= 1e-12
+            torch.testing.assert_close(got, want, rtol=0.0, atol=1e-12, equal_nan=True)
 
 
 # A model of a user's
