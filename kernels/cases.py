@@ -276,23 +276,24 @@ _NORMS = "layer_norm", "rms_norm"
 
 
 def _stock_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rms: bool = False
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, rms: bool = False
 ) -> Tensor:
-    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
     if rms:
-        return F.rms_norm(x, weight.shape, weight, 1e-6)
-    return F.layer_norm(x, weight.shape, weight, bias)
+        return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+    return F.layer_norm(x, x.shape[-1:], weight, bias)
 
 
 def norm(N: int, C: int, how: str = "", *, rms: bool = False, bias: bool = True) -> OpCase:
-    """how: "strided rows", "mean 100 std", "std 1e-3", "fp32 weights", "mean 1e4", "equal"."""
+    """how: "strided rows", "mean 100 std", "std 1e-3", "fp32 weights", "mean 1e4", "equal",
+    "no weight"."""
 
     def make(draw: Draw) -> Inputs:
         x = draw(N, 2 * C)[:, :C] if how == "strided rows" else draw(N, C)
         if how.startswith("mean"):
             x = x + float(how.split()[1])
         x = x * 1e-3 if how == "std 1e-3" else torch.full_like(x, 7.0) if how == "equal" else x
-        inputs = {"x": x, "weight": 1 + 0.1 * draw(C)}
+        inputs = {"x": x, "weight": None if how == "no weight" else 1 + 0.1 * draw(C)}
         if bias and not rms:
             inputs["bias"] = 0.1 * draw(C)
         if how == "fp32 weights":
@@ -308,9 +309,10 @@ def norm(N: int, C: int, how: str = "", *, rms: bool = False, bias: bool = True)
 def residual_norm(
     N: int, C: int, p: float, device: str, *, rms: bool = False, x_bias: bool = True, how: str = ""
 ) -> OpCase:
-    """how: "fp32 stream", of a 16-bit x."""
+    """how: "fp32 stream", of a 16-bit x; "no weight"."""
     settings = _dropped(p, device, 2)
-    names = ["x", "residual", "weight"] + ["x_bias"] * x_bias + ["bias"] * (not rms)
+    weight = ["weight"] * (how != "no weight")
+    names = ["x", "residual", *weight] + ["x_bias"] * x_bias + ["bias"] * (not rms)
 
     def make(draw: Draw) -> Inputs:
         inputs = {"x": draw(N, C), "residual": draw(N, C)}
@@ -323,7 +325,7 @@ def residual_norm(
         return lambda *values: op(**dict(zip(names, values)), **settings)
 
     def by_steps(drop: Callable[..., Tensor]) -> Callable[..., Any]:
-        def call(x, residual, weight, x_bias=None, bias=None, **_):
+        def call(x, residual, weight=None, x_bias=None, bias=None, **_):
             total = residual + drop(x if x_bias is None else x + x_bias, p)
             return _stock_norm(total, weight, bias, rms=rms), total
 

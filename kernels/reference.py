@@ -233,21 +233,23 @@ def attention_ref(
 
 
 def layer_norm_ref(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     """Mean and biased variance, written out."""
     centered = x - x.mean(-1, keepdim=True)
-    y = centered / torch.sqrt((centered * centered).mean(-1, keepdim=True) + eps) * weight
+    y = centered / torch.sqrt((centered * centered).mean(-1, keepdim=True) + eps)
+    y = y if weight is None else y * weight
     return (y if bias is None else y + bias).to(x.dtype)
 
 
-def rms_norm_ref(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+def rms_norm_ref(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """Division by the root of the mean square."""
-    return (x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+    y = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+    return (y if weight is None else y * weight).to(x.dtype)
 
 
 def residual_layer_norm_ref(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *,
     x_bias: Tensor | None = None, dropout_p: float = 0.0, rng: tuple | None = None,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -258,7 +260,7 @@ def residual_layer_norm_ref(
 
 
 def residual_rms_norm_ref(
-    x: Tensor, residual: Tensor, weight: Tensor, *, x_bias: Tensor | None = None,
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, *, x_bias: Tensor | None = None,
     dropout_p: float = 0.0, rng: tuple | None = None, eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One step after another."""

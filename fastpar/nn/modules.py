@@ -111,8 +111,8 @@ def linear_gelu(layer: nn.Module, x: Tensor, approximate: str) -> Tensor:
     return with_weights(lambda: bias_gelu(product(layer, x), bias, approximate=approximate), layer)
 
 
-def norm_rows(module: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-    """x with its normalized dimensions flattened, and the flattened weight (or ones)."""
+def norm_rows(module: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """x with its normalized dimensions flattened, and the flattened weight."""
     dims = tuple(module.normalized_shape)
     if x.shape[x.dim() - len(dims) :] != dims:
         raise ValueError(
@@ -122,9 +122,7 @@ def norm_rows(module: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> tuple[Tensor, Ten
     x = autocast_norm(x)
     if len(dims) > 1:
         x = x.flatten(-len(dims))
-    if module.weight is None:
-        return x, torch.ones(x.shape[-1], dtype=torch.float32, device=x.device)
-    return x, module.weight.flatten()
+    return x, None if module.weight is None else module.weight.flatten()
 
 
 class LayerNorm(nn.LayerNorm):

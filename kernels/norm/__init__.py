@@ -259,9 +259,18 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool)
     return function(u, weight.shape, w, *b, eps=eps).to(x.dtype)
 
 
+def _or_ones(name: str, weight: Tensor | None, x: Tensor) -> Tensor:
+    """weight, or ones in its place: they change no bit, and no kernel needs a second form."""
+    if weight is not None:
+        return weight
+    check(name, x)
+    return x.new_ones(x.shape[-1:])
+
+
 def _plain(
-    name: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool
+    name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool
 ) -> Tensor:
+    weight = _or_ones(name, weight, x)
     if not is_usual(x, None, weight, bias):
         check(name, x, weight=weight, bias=bias)
     check_eps(name, eps)
@@ -271,10 +280,11 @@ def _plain(
 
 
 def _after_residual(
-    name: str, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None,
+    name: str, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None,
     x_bias: Tensor | None, dropout_p: float, rng: Rng | None, eps: float, rms: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, residual_out)"""
+    weight = _or_ones(name, weight, residual)
     if not is_usual(x, residual, weight, bias, x_bias):
         check_residual(name, x, residual, weight, bias, x_bias)
     check_eps(name, eps)
@@ -296,14 +306,16 @@ def _after_residual(
     return _norm(residual_out, weight, bias, eps, rms), residual_out
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
     """LayerNorm over the last dimension: y = (x - mean) * rstd * weight + bias.
 
     Args:
         x: [..., C], bf16 | fp16 | fp32 | fp64 (by torch ops), C <= 16384. Rows may have any stride;
             non-contiguous elements of a row cost a copy.
-        weight: [C], dtype of x or fp32.
-        bias: [C], dtype of x or fp32, or None.
+        weight: [C], dtype of x or fp32; None is 1.
+        bias: [C], dtype of x or fp32; None is 0.
     Returns:
         y: [..., C], dtype and device of x. x, mean and rstd ([N], fp32) are kept for backward.
     Raises:
@@ -318,7 +330,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     return _plain("layer_norm", x, weight, bias, eps, False)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """RMSNorm over the last dimension: y = x * rstd * weight, rstd = 1 / sqrt(mean(x * x) + eps).
 
     Args:
@@ -333,7 +345,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def residual_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *,
     x_bias: Tensor | None = None, dropout_p: float = 0.0, rng: Rng | None = None, eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Residual add and LayerNorm: residual_out = residual + dropout(x + x_bias), y = its norm.
@@ -341,7 +353,7 @@ def residual_layer_norm(
     Args:
         x: [B, ..., C], dtype of residual, or 16 bits with a fp32 residual.
         residual: [B, ..., C], the residual stream.
-        weight, bias: [C], dtype of residual or fp32; bias may be None.
+        weight, bias: [C], dtype of residual or fp32; None is 1, or 0 for bias.
         x_bias: [C], dtype of x or fp32: the bias of the linear that made x; None is 0.
         dropout_p: rounded to a multiple of 1/256.
         rng: key and site of the mask, and which rows of a batch x holds (rows, first_row,
@@ -364,7 +376,7 @@ def residual_layer_norm(
 
 
 def residual_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, *, x_bias: Tensor | None = None,
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, *, x_bias: Tensor | None = None,
     dropout_p: float = 0.0, rng: Rng | None = None, eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Residual add and RMSNorm: residual_out = residual + dropout(x + x_bias), y = its norm.

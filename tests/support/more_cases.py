@@ -18,6 +18,8 @@ def norms(rows: int, size: int, device: str) -> Iterator[OpCase]:
     for rms in (False, True):
         for N, C, how in ((few, 1, ""), (0, size, ""), (few, 63, "fp32 weights")):
             yield cases.norm(N, C, how, rms=rms)
+        yield cases.norm(few, 63, "no weight", rms=rms)
+        yield cases.residual_norm(few, 63, 0.0, device, rms=rms, how="no weight")
         yield cases.residual_norm(few, 63, 0.5, device, rms=rms, x_bias=False)
         yield cases.residual_norm(few, 64, P, device, rms=rms, how="fp32 stream")
     yield from (cases.norm(few, size, bias=False), cases.norm(few, size, "equal"))
