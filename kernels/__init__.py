@@ -45,6 +45,7 @@ else:
     from fastpar.kernels.backend import keep_freed_memory
     from fastpar.kernels.bucket import accumulate_, pack_, sum_shards, unpack_
     from fastpar.kernels.embedding import embedding
+    from fastpar.kernels.flops import register as _register_flops
     from fastpar.kernels.gelu import bias_gelu, gelu_mlp
     from fastpar.kernels.global_norm import global_norm
     from fastpar.kernels.grouped_linear import grouped_linear
@@ -62,6 +63,8 @@ else:
     from fastpar.kernels.philox import Rng, draw_key, dropout, keep_mask, make_key, quantize_p
     from fastpar.kernels.quantize import dequantize_blockwise, quantize_blockwise
     from fastpar.kernels.route import route
+
+    _register_flops()
 
     __all__ = [
         "DelayedScales", "Fp8", "Hyper", "Rng", "accumulate_", "adamw_step_", "adamw_step_flat_",

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from memory_cells import setup, workload
+from own_product import use_own_product
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpar.axes import data, pipeline
@@ -45,12 +46,21 @@ def test_names_and_shapes_are_the_models(shape):
     assert block.count_parameters(shape, active=True) == whole - padding - unused
 
 
-def test_flops_are_those_that_torch_counts():
-    """Of products; attention's are not torch's own."""
+@pytest.mark.parametrize("own_product", [False, True])
+def test_flops_are_those_that_torch_counts(own_product, monkeypatch):
+    """Also where linear's product is our own. Backward counts twice as many, and attention's scores
+    once more."""
+    if own_product:
+        use_own_product(monkeypatch)
+    model, idx = GPT(DENSE), torch.zeros(3, 16, dtype=torch.int64)
+    forward = 3 * 16 * sum(block.part_flops(DENSE))
     with FlopCounterMode(display=False) as counter:
-        GPT(DENSE)(torch.zeros(3, 16, dtype=torch.int64))
-    attention = 4 * DENSE.block_size * DENSE.n_embd * DENSE.n_layer
-    assert counter.get_total_flops() == 3 * 16 * (sum(block.part_flops(DENSE)) - attention)
+        model(idx)
+    assert counter.get_total_flops() == forward
+    scores = 3 * 16 * 2 * DENSE.block_size * DENSE.n_embd * DENSE.n_layer
+    with FlopCounterMode(display=False) as counter:
+        model(idx, idx).backward()
+    assert counter.get_total_flops() == 3 * forward + scores
 
 
 def seen():
