@@ -84,16 +84,16 @@ PyMethodDef look_at_method = {"look_at", look_at, METH_O,
 }  // namespace
 
 void bind_eager(py::module_& m) {
-  m.def("prepare_eager", [](py::object tensor, py::object parameter, py::object peek_transform,
-                            py::tuple watchers) {
-    const auto keep = [](py::object& x) { return x.release().ptr(); };
-    state = new State{keep(tensor), keep(parameter), keep(peek_transform), keep(watchers)};
-    is_cuda = PyUnicode_InternFromString("is_cuda");
-    is_cpu = PyUnicode_InternFromString("is_cpu");
-    is_neg = PyUnicode_InternFromString("is_neg");
-    data_ptr = PyUnicode_InternFromString("data_ptr");
-    requires_grad = PyUnicode_InternFromString("requires_grad");
-  });
+  m.def("prepare_eager",
+        [](py::object tensor, py::object parameter, py::object peek_transform, py::tuple watchers) {
+          const auto keep = [](py::object& x) { return x.release().ptr(); };
+          state = new State{keep(tensor), keep(parameter), keep(peek_transform), keep(watchers)};
+          is_cuda = PyUnicode_InternFromString("is_cuda");
+          is_cpu = PyUnicode_InternFromString("is_cpu");
+          is_neg = PyUnicode_InternFromString("is_neg");
+          data_ptr = PyUnicode_InternFromString("data_ptr");
+          requires_grad = PyUnicode_InternFromString("requires_grad");
+        });
   m.attr("look_at") = py::reinterpret_steal<py::object>(PyCFunction_New(&look_at_method, nullptr));
 }
 

@@ -502,6 +502,11 @@ class GPT(nn.Module):
     ln_f: LayerNorm
 
     def __init__(self, config: GPTConfig, *, seed: int = 0):
+        if not isinstance(config, GPTConfig):
+            raise ValueError(
+                f"GPT: expected config as a GPTConfig, got config={config!r}; pass "
+                'GPTConfig.preset("gpt2") or GPTConfig(n_layer=..., ...)'
+            )
         super().__init__()
         self.config = config
         fill(self, FIRST, config)
@@ -558,6 +563,17 @@ class GPT(nn.Module):
             ValueError: a shape or dtype that differs from the above; T > block_size; on CPU also a
                 token id outside the vocabulary (on a GPU that is a device-side assert).
         """
+        for name, given in (("idx", idx), ("targets", targets), ("positions", positions)):
+            if not isinstance(given, Tensor) and (given is not None or name == "idx"):
+                raise ValueError(
+                    f"GPT: expected {name} as a tensor, got {type(given).__name__}; convert it "
+                    "with torch.as_tensor"
+                )
+        if idx.dim() and idx.shape[0] == 0 and (targets is None or reduction == "mean"):
+            raise ValueError(
+                f"GPT: expected at least one sample, got idx.shape={list(idx.shape)}; leave out "
+                "empty batches"
+            )
         if targets is not None and targets.shape != idx.shape:
             raise ValueError(
                 f"GPT: expected targets of idx's shape {list(idx.shape)}, got "

@@ -202,9 +202,16 @@ def test_bad_ids_and_targets_are_refused():
           for i in (211, -1)),
         ((idx, targets[:, :-1]), r"GPT: expected targets of idx's shape \[3, 37\], got"),
         ((idx, beyond), "211"),
+        ((idx.numpy(),), "GPT: expected idx as a tensor, got ndarray"),
+        ((idx, targets.tolist()), "GPT: expected targets as a tensor, got list"),
+        *((each, r"GPT: expected at least one sample, got idx.shape=\[0, 5\]")
+          for each in ((zeros(0, 5),), (zeros(0, 5), zeros(0, 5)))),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             model(*given)
+    for config in ("gpt2", None, {"n_layer": 2}):
+        with pytest.raises(ValueError, match="GPT: expected config as a GPTConfig, got config="):
+            GPT(config)
 
 
 @sweep(("dropout", "T"), [(0.0, 37), (0.1, 37), (0.0, 1), (0.0, 2), (0.1, 36)])
