@@ -30,7 +30,7 @@ from fastpar.comm.ranks import (
     threads_per_rank,
 )
 from fastpar.files.packages import import_package
-from fastpar.files.plain_files import shown
+from fastpar.files.plain_files import printable, shown
 from fastpar.files.runs import RUNS, find_run, is_restart, list_checkpoints, newest_run, run_id
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.fields import for_tyro, setting_name
@@ -242,7 +242,7 @@ def _leave(error: Exception) -> int:
 
         line, status = "".join(traceback.format_exception(error)).rstrip(), 1
     sys.stdout.flush()
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
     if is_rank():
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -507,8 +507,12 @@ def parse_train(arguments: list[str]) -> TrainConfig:
     return config
 
 
+def _say(line: str) -> None:
+    print(printable(line))
+
+
 def _note(line: str) -> None:
-    print(line, file=sys.stderr)
+    print(printable(line), file=sys.stderr)
 
 
 def _weights(name: str, given: str | None) -> Path:
@@ -561,7 +565,8 @@ def _sample(arguments: list[str]) -> int:
         settings = replace(command.sample, prompt=prompt)
         try:
             for piece in sample(model, tokenizer, settings, seed=seed, say=_note):
-                print(piece, end="", flush=True)
+                shown = printable(piece) if sys.stdout.isatty() else piece
+                print(shown, end="", flush=True)
         except ValueError as error:
             if not command.interactive:
                 raise
@@ -577,7 +582,7 @@ def _verify(arguments: list[str]) -> int:
     status = "Exit status: 0 no damage; 1 damage, which is listed; 2 no such folder."
     parser = argparse.ArgumentParser("fastpar verify", description=about, epilog=status)
     parser.add_argument("folder", help="folder of a run, a checkpoint or transformers weights")
-    return 0 if verify(parser.parse_args(arguments).folder, print) else 1
+    return 0 if verify(parser.parse_args(arguments).folder, _say) else 1
 
 
 def _inspect(arguments: list[str]) -> int:
@@ -588,7 +593,7 @@ def _inspect(arguments: list[str]) -> int:
     parser.add_argument("folder", help="folder of a run, a checkpoint or transformers weights")
     parser.add_argument("--filter", metavar="PATTERN", help="only names that contain or match it")
     options = parser.parse_args(arguments)
-    inspect(options.folder, options.filter, print)
+    inspect(options.folder, options.filter, _say)
     return 0
 
 

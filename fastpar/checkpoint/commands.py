@@ -35,8 +35,8 @@ from fastpar.checkpoint.reader import (
     list_plain_tensors,
     verify_weights,
 )
-from fastpar.files.plain_files import read_object, reason, shown
-from fastpar.files.runs import is_step_name, list_checkpoints
+from fastpar.files.plain_files import printable, read_object, reason, shown
+from fastpar.files.runs import is_step_name, linked, list_checkpoints
 from fastpar.files.tensor_file import HF_NAMES, STORED, Spec, TensorFile
 from fastpar.kernels.adamw import master_join
 from fastpar.models.gpt import GPT
@@ -73,7 +73,7 @@ def find_folders(caller: str, folder: str | Path) -> list[Path]:
     Raises:
         ValueError: neither of these, or unreadable.
     """
-    folder = Path(folder)
+    folder = linked(folder)
     try:
         names = set(os.listdir(folder))
     except OSError as error:
@@ -106,6 +106,9 @@ def verify(folder: str | Path, say: Callable[[str], None]) -> bool:
     reports = []
     for one in folders:
         report = examine(one)
+        if report.damage and not one.exists():
+            say(f"{one}: removed by its run meanwhile")
+            continue
         reports.append(report)
         say(f"{one}: {'DAMAGED' if report.damage else 'ok'}")
         for line in report.damage + report.facts:
@@ -185,7 +188,7 @@ def _facts(folder: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
         f"{_files(weights)}, named as in " + ("the module" if own else "transformers")
     )
     if states:
-        entries = ", ".join(dict.fromkeys(key.rpartition("/")[2] for key in states))
+        entries = printable(", ".join(dict.fromkeys(key.rpartition("/")[2] for key in states)))
         pieces = manifest.optimizer
         facts.append(
             f"optimizer: {len(states)} tensors ({entries}), {_mb(pieces)} in {len(pieces)} pieces "
@@ -212,7 +215,8 @@ def _compare(folder: Path, weights: tuple[TensorEntry, ...]) -> tuple[str, list[
     with torch.device("meta"):
         model = GPT(config)
     problems = [
-        f"{PREFIX}{name} of shape {got and list(got)}, {CONFIG} has {wanted and list(wanted)}"
+        f"{PREFIX}{printable(name)} of shape {got and list(got)}, {CONFIG} has "
+        f"{wanted and list(wanted)}"
         for name, wanted, got in differences(model, {t.key: t.shape for t in weights})
     ]
     return line, problems
@@ -238,11 +242,12 @@ class Stats(NamedTuple):
 
 
 def stats_of(chunks: Iterable[Tensor]) -> Stats:
-    """Statistics of a tensor that is read in chunks."""
+    """Statistics of a tensor that is read in chunks; of both parts of complex numbers."""
     total = squares = 0.0
     low, high, n, nonfinite = math.inf, -math.inf, 0, 0
     for chunk in chunks:
-        values = chunk.double()
+        values = torch.view_as_real(chunk).reshape(-1) if chunk.is_complex() else chunk
+        values = values.double()
         finite = values[values.isfinite()]
         nonfinite += len(values) - len(finite)
         n += len(finite)
@@ -283,7 +288,8 @@ def inspect(folder: str | Path, pattern: str | None, say: Callable[[str], None])
     if not tensors:
         raise ValueError(
             f"fastpar inspect: expected a name or pattern of tensors in {folder}, got "
-            f"filter={pattern}; the first tensor is {everything[0][0] if everything else 'none'}"
+            f"filter={pattern}; the first tensor is "
+            + (shown(everything[0][0]) if everything else "none")
         )
     say(str(folder))
     with TensorReader(folder, manifest) as reader:
@@ -293,7 +299,7 @@ def inspect(folder: str | Path, pattern: str | None, say: Callable[[str], None])
 
 def _table(reader: TensorReader, tensors: list[tuple[str, list[TensorEntry]]]) -> Iterator[str]:
     rows = [
-        (key, str(list(t[0].shape)), str(STORED[t[0].dtype]).removeprefix("torch."))
+        (printable(key), str(list(t[0].shape)), str(STORED[t[0].dtype]).removeprefix("torch."))
         for key, t in tensors
     ]
     a, b, c = (max(map(len, column)) for column in zip(("", "shape", "dtype"), *rows))
@@ -335,6 +341,7 @@ def export_weights(
         ValueError: the folder exists; the source is damaged; dtype cannot hold a value; no average
             was saved.
     """
+    source = linked(source)
     if os.path.lexists(to):
         raise ValueError(
             f"fastpar export: expected a new folder, got to={to}, which exists; choose another"
@@ -402,7 +409,7 @@ def _texts(source: Path, manifest: Manifest) -> list[str]:
 
 def _target(tensor: TensorEntry, dtype: torch.dtype | None) -> torch.dtype:
     stored = STORED[tensor.dtype]
-    kept = not stored.is_floating_point or tensor.key.endswith(MASKS)
+    kept = stored.itemsize == 1 or not stored.is_floating_point or tensor.key.endswith(MASKS)
     return stored if dtype is None or kept else dtype
 
 

@@ -38,8 +38,15 @@ from fastpar.checkpoint.manifest import (
     hasher,
     read_manifest,
 )
-from fastpar.files.plain_files import open_plain, read_into, read_object, reason, shown
-from fastpar.files.runs import is_step_name, list_checkpoints, step_of
+from fastpar.files.plain_files import (
+    open_plain,
+    printable,
+    read_into,
+    read_object,
+    reason,
+    shown,
+)
+from fastpar.files.runs import is_step_name, linked, list_checkpoints, step_of
 from fastpar.files.tensor_file import (
     BLOCK_BYTES,
     STORED,
@@ -372,9 +379,9 @@ def describe(tensor: TensorEntry) -> str:
     """A tensor or piece in words: name, first and last index in the whole tensor."""
     runs = [run for run in tensor.runs if run.start != HOLE]
     if not runs:
-        return f"{tensor.key}, no elements"
+        return f"{printable(tensor.key)}, no elements"
     first, last = min(run.start for run in runs), max(run.stop for run in runs) - 1
-    return f"{tensor.key}, elements {first} to {last}"
+    return f"{printable(tensor.key)}, elements {first} to {last}"
 
 
 def _joined(rows: np.ndarray) -> np.ndarray:
@@ -435,6 +442,8 @@ def newest_checkpoint(
         except VersionError:
             raise
         except ValueError as error:
+            if not path.exists():  # the run has removed it meanwhile
+                continue
             problems.append(str(error))
             say(f"damaged, trying an older one: {error}")
             continue
@@ -452,6 +461,7 @@ def verify_checkpoint(path: str | Path) -> Manifest:
         ValueError: not a checkpoint, another version, or a missing, truncated or changed file,
             which is named.
     """
+    path = linked(path)
     manifest = read_manifest(path)
     verify_files(path, manifest)
     return manifest

@@ -22,7 +22,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -35,6 +35,7 @@ from fastpar.checkpoint.manifest import CONFIG, STATE, Manifest, TensorEntry, by
 from fastpar.checkpoint.reader import TensorReader, verify_files, verify_weights
 from fastpar.checkpoint.saver import (
     COMMON,
+    check_optimizer,
     engine_of_model,
     error_entry,
     load_wire_state,
@@ -43,12 +44,14 @@ from fastpar.checkpoint.saver import (
 )
 from fastpar.engine.control import gather_errors
 from fastpar.engine.engine import Engine, engine_of_parameter
-from fastpar.files.plain_files import read_object, shown
+from fastpar.files.plain_files import printable, read_object, shown
+from fastpar.files.runs import check_checkpoint, linked
 from fastpar.files.tensor_file import STORED, THREADS
 from fastpar.kernels.adamw import master_join, master_split
 from fastpar.models.gpt import GPT
-from fastpar.models.hf import Weight, list_weights, load_hf
+from fastpar.models.hf import PREFIX, Weight, list_weights, load_hf
 from fastpar.models.nanogpt import load_nanogpt
+from fastpar.settings.mesh import AXES
 from fastpar.settings.model import GPTConfig
 from fastpar.sharding.placements import Run, whole_run
 
@@ -99,7 +102,7 @@ def naming_damaged_file(file: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
-        problem = shown(str(error)) if isinstance(error, KeyError) else str(error)
+        problem = shown(str(error)) if isinstance(error, KeyError) else printable(str(error))
         raise ValueError(
             f"read_state: expected the state of a run, got {file} ({problem}); the checkpoint is "
             "damaged, use another one"
@@ -125,17 +128,36 @@ def load_checkpoint(
             difference, nothing is changed); damage (is named, part of the state is replaced).
     Ranks: all of the model's.
     """
+    check_optimizer("load_checkpoint", model, optimizer)
     engine = engine_of_model(model)
+    path = _linked_on_first(engine, Path(path))
     rank, n = (0, 1) if engine is None else (engine.mesh.rank, engine.mesh.world_size)
     known = of_stages(engine, {w.key: w.name for w in list_weights(model)})[1]
     with _errors_of_all(engine):
-        plan = _Plan(Path(path), model, optimizer, known, strict=strict)
+        plan = _Plan(path, model, optimizer, known, strict=strict)
     with _errors_of_all(engine):
         try:
             plan.load()
         finally:  # if both fail, raise the error that names the damage
             verify_files(path, plan.manifest, part=rank, n_parts=n, seen=plan.seen())
     return plan.state
+
+
+def _linked_on_first(engine: Engine | None, path: Path) -> Path:
+    """The folder that a link names on rank 0, on every rank: another rank may read it later."""
+    found = linked(path)
+    if engine is None or engine.mesh.world_size == 1:
+        return found
+    mesh, text = engine.mesh, b""
+    if found != path:
+        text = os.fsencode(os.path.relpath(found, path.parent))
+    size = torch.tensor([len(text)], device=mesh.device)
+    mesh.broadcast_([size], *AXES)
+    raw = torch.zeros(int(size), dtype=torch.uint8, device=mesh.device)
+    if mesh.is_main and text:
+        raw.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    mesh.broadcast_([raw], *AXES)
+    return path.parent / os.fsdecode(bytes(raw.tolist())) if len(raw) else path
 
 
 @contextlib.contextmanager
@@ -170,6 +192,7 @@ class _Plan:
         self.path, self.model, self.optimizer = path, model, optimizer
         names = {key: name for theirs in known for key, name in theirs.items()}
         self.engine = engine_of_model(model)
+        check_checkpoint("load_checkpoint", path)
         self.manifest: Manifest = read_manifest(path)
         verify_files(path, self.manifest, tensors=False)
         self.state = read_state(path)
@@ -181,12 +204,14 @@ class _Plan:
         self.weights = [w for w in weights if w.key in self._stored]
         missing = [w.key for w in weights if w.key not in self._stored]
         unexpected = sorted(self._stored.keys() - names.keys())
-        if strict:
+        advice = _unwrapping(names, self._stored)
+        if strict or (advice and not self.weights):
             for found, what in ((missing, "no"), (unexpected, "also")):
                 if found:
                     raise ValueError(
                         f"load_checkpoint: expected the weights of this model in {path}, got "
-                        f"{what} {found[0]}; load it into the same model, or pass strict=False"
+                        f"{what} {printable(found[0])}; "
+                        + (advice or "load it into the same model, or pass strict=False")
                     )
         else:
             self.state |= {"missing": missing, "unexpected": unexpected}
@@ -197,6 +222,7 @@ class _Plan:
                     f"load_checkpoint: expected {w.key} of shape {list(w.shape)}, got "
                     f"shape={list(shape)} in {path}; load it into the same model"
                 )
+        # A parameter without pieces had no gradient yet, or another optimizer, or none.
         self._pieces: dict[str, dict[str, list[TensorEntry]]] = {}
         self._on_wires: dict[str, dict[str, list[TensorEntry]]] = {}
         for key, pieces in by_key(self.manifest.optimizer).items():
@@ -209,17 +235,18 @@ class _Plan:
             self._check_moments()
 
     def _check_moments(self) -> None:
-        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        loaded = {w.name for w in self.weights}
-        for name in sorted(trained.keys() ^ self._pieces.keys()):
-            if not self.optimizer.state and not self._pieces:
-                return  # saved before the first step
-            if name in trained and name not in loaded:
-                continue  # not strict, and listed in "missing" already
-            what = "no" if name in trained else "also"
+        held = {p for group in self.optimizer.param_groups for p in group["params"]}
+        trained = {n: p for n, p in self.model.named_parameters() if p in held}
+        advice = "resume with the run's settings, or load weights only"
+        if self.optimizer.state and not self._pieces:
             raise ValueError(
                 f"load_checkpoint: expected the optimizer's state of this model in {self.path}, "
-                f"got {what} {name}; resume with the run's settings, or load weights only"
+                f"got none; {advice}"
+            )
+        for name in sorted(self._pieces.keys() - trained.keys()):
+            raise ValueError(
+                f"load_checkpoint: expected the optimizer's state of this model in {self.path}, "
+                f"got also {printable(name)}; {advice}"
             )
         for name, entries in self._pieces.items():
             saved = {
@@ -293,6 +320,8 @@ class _Plan:
                     start, stop = (0, p.numel()) if engine is None else engine.shards.place(p)[1:]
                     master = values.reshape(-1)[start:stop].clone()
         if not steps:
+            if self.optimizer is not None and self._pieces:
+                self.optimizer.state.pop(p, None)
             return
         saved = {name: self._read(p, name, found, engine) for name, found in entries.items()}
         if master is not None and "master_weight" not in saved:
@@ -386,6 +415,25 @@ class _Plan:
         return self._reader.gather(found, piece_runs(p, engine, block=block), out)
 
 
+_WRAPPERS = {
+    "_orig_mod.": "torch.compile; save and load the module inside, model._orig_mod",
+    "module.": "DistributedDataParallel or DataParallel; save and load the module inside, "
+    "model.module",
+}
+
+
+def _unwrapping(ours: Collection[str], theirs: Collection[str]) -> str | None:
+    """Advice if the names of two models differ by those that a wrapper adds; None: they do not."""
+    for added, advice in _WRAPPERS.items():
+        plain = [
+            {n.removeprefix(PREFIX).replace(added, "") for n in both} for both in (ours, theirs)
+        ]
+        found = [any(added in name for name in both) for both in (ours, theirs)]
+        if plain[0] & plain[1] and found[0] != found[1]:
+            return f"the names differ by {added!r} of {advice}"
+    return None
+
+
 def _keeps(p: Tensor, engine: Engine | None) -> bool:
     """Whether this rank holds elements of a parameter between steps."""
     if engine is None or engine.stage.number < 3:
@@ -421,9 +469,10 @@ def load_weights(
         ValueError: neither of these, or damaged; every byte of a checkpoint's weights is compared
             with its manifest first.
     """
-    path = Path(source)
+    path = linked(source)
     if path.is_file():
         return load_nanogpt(path, dropout=dropout, say=say)
+    check_checkpoint("load_weights", path)
     manifest = verify_weights(path)
     if manifest is not None and CONFIG not in manifest.files:
         raise ValueError(

@@ -23,6 +23,14 @@ The writing threads never communicate: that of rank 0 looks for the other parts 
 which all ranks must share. Ranks agree in save() and settle(), on the caller's thread, in the same
 order on all ranks. A rank whose disk fails reports it there; then rank 0's thread stops waiting.
 
+[Note: exit]
+A process that ends first finishes its saves, also without settle() and after an exception. Python
+runs _finish_all before it ends thread pools, which a save needs; a thread that still freed tensors
+while Python ends would abort the process, so settle() joins it. At exit no rank can ask the others:
+rank 0 waits for their parts, and they for its commit (a launcher stops all ranks once one has
+ended), as long as files of the save change. os._exit and signals that kill end a save, as a crash
+does.
+
 [Note: division of work]
 Weights are written as whole tensors. Among the ranks with the same pipeline stage, rank k writes
 file k (modulo their number) of the stage's model*.safetensors and collects its tensors from the
@@ -57,6 +65,7 @@ import os
 import shutil
 import threading
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -87,12 +96,13 @@ from fastpar.comm.mesh import gather_objects
 from fastpar.comm.watchdog import on_this_gpu
 from fastpar.engine.control import gather_errors, gather_numbers
 from fastpar.engine.engine import Engine, engine_of_parameter
-from fastpar.files.plain_files import JSON_BYTES, parse_object
+from fastpar.files.plain_files import JSON_BYTES, parse_object, shown
 from fastpar.files.runs import (
     checkpoint_folder,
     list_checkpoints,
     point_latest,
     put_folder,
+    set_aside,
     step_of,
 )
 from fastpar.files.tensor_file import DTYPE_NAMES, THREADS, Spec, TensorFile
@@ -106,6 +116,7 @@ from fastpar.models.hf import (
     list_weights,
     weights_file,
 )
+from fastpar.optim.base import EngineOptimizer, where
 from fastpar.optim.state import settle
 from fastpar.sharding.placements import HOLE, Run, cut_runs, numel_of, share_of, whole_run
 
@@ -171,6 +182,48 @@ def piece_runs(p: Tensor, engine: Engine | None, *, block: int = 1) -> list[Run]
         runs = engine.declared.runs(p)
     _, start, stop = engine.shards.place(p)
     return cut_runs(runs, -(-start // block), -(-stop // block))
+
+
+_OWN = "save it yourself, as in torch.save(optimizer.state_dict(), path)"
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model with state that a checkpoint would leave out."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise ValueError(
+                "Saver: expected modules without extra state, got get_extra_state() of "
+                f"{name or 'the model'}, a {type(module).__name__}; hold it in buffers, or pass it "
+                "to save() as JSON values"
+            )
+    for weight in list_weights(model):
+        if weight.tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(
+                f"Saver: expected dtypes of safetensors, got {weight.name} of "
+                f"dtype={weight.tensor.dtype}; convert it, or register it with persistent=False"
+            )
+
+
+def check_optimizer(caller: str, model: nn.Module, optimizer: Any) -> None:
+    """Refuse an optimizer whose state a checkpoint cannot hold."""
+    if optimizer is None:
+        return
+    kind = type(optimizer)
+    if not isinstance(optimizer, EngineOptimizer):
+        raise ValueError(
+            f"{caller}: expected an optimizer of fastpar, got optimizer={kind.__module__}."
+            f"{kind.__name__}; use fastpar.AdamW, or fastpar.Sharded({kind.__name__}, "
+            "model.parameters(), ...)"
+        )
+    known = set(model.parameters())
+    for i, group in enumerate(optimizer.param_groups):
+        for position, p in enumerate(group["params"]):
+            if p not in known:
+                raise ValueError(
+                    f"{caller}: expected an optimizer of the model's parameters, got "
+                    f"{where(group, i, position)} of shape {list(p.shape)}, which the model lacks; "
+                    "pass a module that has all of them, as in nn.ModuleList([model, loss])"
+                )
 
 
 class Capture:
@@ -264,6 +317,19 @@ class Capture:
         on_gpu = self.device.type == "cuda"
         return Snapshot(items, torch.cuda.current_stream().record_event() if on_gpu else None)
 
+    def unsaved(self) -> str | None:
+        """What of the optimizer's state a checkpoint cannot hold; None: nothing."""
+        known = set(self.model.parameters())
+        for key, state in () if self.optimizer is None else self.optimizer.state.items():
+            if key not in known:
+                return f"state under {shown(key)}, which is no parameter of the model"
+            for entry, value in state.items():
+                if not isinstance(entry, str) or "/" in entry:
+                    return f"a state of parameters with the name {shown(entry)}"
+                if not (value is None or isinstance(value, (Tensor, int, float))):
+                    return f"a state of parameters with {entry} of type {type(value).__name__}"
+        return None
+
     # Weights
 
     def _weights(self) -> Iterator[Item]:
@@ -298,8 +364,9 @@ class Capture:
             return
         stages = None if self.engine is None else self.engine.shards.stages
         for p in self.model.parameters():
-            if stages is None or not stages.is_second_copy(p):
-                yield p, self.optimizer.state.get(p, {})
+            state = self.optimizer.state.get(p)
+            if state and (stages is None or not stages.is_second_copy(p)):
+                yield p, state
 
     def _pieces(self) -> Iterator[_Piece]:
         """The pieces of the optimizer's state that this rank writes."""
@@ -309,6 +376,8 @@ class Capture:
             engine = engine_of_parameter(p)
             shapes = self.optimizer.entry_shapes(p)
             for entry, value in state.items():
+                if value is None:
+                    continue
                 if not isinstance(value, Tensor):
                     value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
                 shape, block = (
@@ -402,7 +471,7 @@ def load_wire_state(engine: Engine, p: nn.Parameter, entries: Mapping[str, Tenso
 
 
 _POLL_S = 0.02
-_PATIENCE_S = 120.0  # wait for a part that its rank has written to become visible
+_PATIENCE_S = 120.0  # wait for another rank's files while none of the save's changes
 _FLUSH_BYTES = 1 << 26  # flush a file after this many bytes
 
 
@@ -431,14 +500,17 @@ class Saver:
         model: a GPT or any module; with several ranks, after fastpar.parallelize().
         optimizer: an optimizer of fastpar; None: save weights only.
         tokenizer: has save(folder) and eot; None: save none.
-        keep_last: keep this many newest checkpoints after a commit; 0: all.
+        keep_last: keep this many newest checkpoints after a commit; 0: all. Those of later steps,
+            of a branch that this run has left, are renamed to step_N-left, with a warning.
         keep_every: also keep all checkpoints whose step is a multiple of this; 0: none.
         asynchronous: save() returns once the state is copied; False: once it is committed.
         overlap: if the previous save is still running, save() waits for it ("wait") or returns
             False ("skip").
         shard_mb: least size of a file of weights, MiB; independent of the mesh.
     Raises:
-        ValueError: an unknown overlap; a dtype that transformers does not support.
+        ValueError: an unknown overlap; a dtype that transformers does not support; what a
+            checkpoint would leave out: extra state of a module, a dtype that safetensors lacks, an
+            optimizer of other parameters or of another library.
     """
 
     def __init__(
@@ -459,6 +531,8 @@ class Saver:
                 f"Saver: expected overlap to be 'wait' or 'skip', got overlap={overlap!r}; "
                 "choose what to do if the previous save is still running"
             )
+        check_model(model)
+        check_optimizer("Saver", model, optimizer)
         self.run, self.model, self.tokenizer = Path(run), model, tokenizer
         self.keep_last, self.keep_every = keep_last, keep_every
         self.asynchronous, self.overlap = asynchronous, overlap
@@ -487,7 +561,7 @@ class Saver:
     def prepare(self) -> None:
         """Allocate the host copy in the background; best after the optimizer's first step."""
         if self._preparing is None:
-            self._preparing = threading.Thread(target=on_this_gpu(self._prepare), daemon=True)
+            self._preparing = threading.Thread(target=on_this_gpu(self._prepare))
             self._preparing.start()
 
     def _prepare(self) -> None:
@@ -520,8 +594,12 @@ class Saver:
         if self.rank == 0:
             nonce = int.from_bytes(os.urandom(6), "little") + 1
             problem = _unreadable_state(state) or self._refusal()
+            if problem is None and (found := self._capture.unsaved()) is not None:
+                problem = f"expected an optimizer whose state can be saved, got {found}; " + _OWN
         nonce = int(gather_numbers(self._capture.engine, 0.0 if problem else float(nonce))[0])
-        attempt = _Attempt(step, nonce, began, self._capture.nbytes)
+        final = checkpoint_folder(self.run, step)
+        hidden = final.with_name(f".{final.name}.{nonce:x}.tmp")
+        attempt = _Attempt(step, self.rank, hidden, began, self._capture.nbytes)
         if not nonce:
             attempt.error = problem
             attempt.end()
@@ -548,11 +626,12 @@ class Saver:
         attempt.written.wait()
         errors = self._errors(attempt.error)
         (attempt.give_up if errors else attempt.all_written).set()
-        attempt.over.wait()
+        attempt.join()
         if not errors:
             errors = self._errors(attempt.error)  # of the commit
         if errors and self.rank == 0:  # only now: other ranks could still write there before
-            shutil.rmtree(self._hidden(attempt), ignore_errors=True)
+            shutil.rmtree(attempt.folder, ignore_errors=True)
+        attempt.warn(2)
         path = None if errors else checkpoint_folder(self.run, attempt.step)
         self._attempt = None
         times = attempt.pause_ms, attempt.seconds
@@ -562,7 +641,7 @@ class Saver:
     def close(self) -> None:
         """Wait for this rank's thread; an unsettled save is committed too."""
         if self._attempt is not None:
-            self._attempt.over.wait()
+            self._attempt.join()
 
     # What the ranks agree on
 
@@ -592,7 +671,7 @@ class Saver:
     # On the thread
 
     def _work(self, attempt: _Attempt, snapshot: Snapshot, state: str, noted: Any) -> None:
-        folder = self._hidden(attempt)
+        folder = attempt.folder
         if snapshot.ready is not None:
             snapshot.ready.synchronize()
         folder.mkdir(exist_ok=True)
@@ -609,11 +688,7 @@ class Saver:
         if self.rank == 0:
             self._commit(attempt, folder, checkpoint_folder(self.run, attempt.step))
             attempt.seconds = time.perf_counter() - attempt.began
-            self._prune()
-
-    def _hidden(self, attempt: _Attempt) -> Path:
-        final = checkpoint_folder(self.run, attempt.step)
-        return final.with_name(f".{final.name}.{attempt.nonce:x}.tmp")
+            self._prune(attempt)
 
     def _write_others(self, folder: Path, state: str) -> dict[str, FileEntry]:
         """Write the files without tensors, on rank 0."""
@@ -637,13 +712,13 @@ class Saver:
 
     def _commit(self, attempt: _Attempt, folder: Path, final: Path) -> None:
         names = [_part(rank) for rank in range(self._capture.world_size)]
-        deadline = time.monotonic() + _PATIENCE_S
+        patience = None
         while missing := [name for name in names if not (folder / name).exists()]:
             if attempt.give_up.is_set():
                 raise OSError("another rank failed")
-            if not attempt.all_written.is_set():
-                deadline = time.monotonic() + _PATIENCE_S
-            elif time.monotonic() > deadline:
+            if patience is None and attempt.all_written.is_set():
+                patience = _Patience(folder)
+            if patience is not None and patience.is_over():
                 raise OSError(
                     f"expected {missing[0]} of another rank in {folder}, got none; put --out on a "
                     "file system that all ranks share"
@@ -656,14 +731,23 @@ class Saver:
         flush(folder)
         old = put_folder(folder, final)
         flush(final.parent)
-        point_latest(self.run, final)
+        attempt.note(point_latest(self.run, final))
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
 
-    def _prune(self) -> None:
-        if not self.keep_last:
-            return
-        for old in list_checkpoints(self.run)[: -self.keep_last]:
+    def _prune(self, attempt: _Attempt) -> None:
+        """Remove old checkpoints; rename those of a branch that this run has left."""
+        earlier = []
+        for found in list_checkpoints(self.run):
+            if step_of(found) <= attempt.step:
+                earlier.append(found)
+                continue
+            what = f"{found} is of a later step than the one saved now, {attempt.step}"
+            try:
+                attempt.note(f"{what}: of a branch that was left, it is now {set_aside(found)}")
+            except OSError as error:
+                attempt.note(f"{what}, and cannot be renamed ({error}); delete it")
+        for old in earlier[: -self.keep_last] if self.keep_last else ():
             if self.keep_every and step_of(old) % self.keep_every == 0:
                 continue
             hidden = old.with_name(f".{old.name}.old.tmp")  # readers must not see half of it
@@ -675,17 +759,21 @@ class Saver:
 class _Attempt:
     """One save on one rank: its thread and its progress."""
 
-    def __init__(self, step: int, nonce: int, began: float, nbytes: int) -> None:
-        self.step, self.nonce, self.began, self.nbytes = step, nonce, began, nbytes
+    def __init__(self, step: int, rank: int, folder: Path, began: float, nbytes: int) -> None:
+        self.step, self.rank, self.folder = step, rank, folder
+        self.began, self.nbytes = began, nbytes
         self.pause_ms = self.seconds = 0.0
         self.error: str | None = None
         self.written, self.over = threading.Event(), threading.Event()  # set after errors, too
         self.give_up = threading.Event()  # another rank failed
         self.all_written = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._notes: list[str] = []
 
     def start(self, work: Callable[[], None]) -> None:
-        run = on_this_gpu(self._run)
-        threading.Thread(target=run, args=(work,), name="saver", daemon=True).start()
+        self._thread = threading.Thread(target=on_this_gpu(self._run), args=(work,), name="saver")
+        _unsettled.add(self)
+        self._thread.start()
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
@@ -699,6 +787,66 @@ class _Attempt:
         """Mark the attempt as over, successful or not."""
         self.written.set()
         self.over.set()
+
+    def join(self) -> None:
+        """Wait until the thread has ended and freed its memory."""
+        self.over.wait()
+        if self._thread is not None:
+            self._thread.join()
+        _unsettled.discard(self)
+
+    def finish(self) -> None:
+        """Complete the save at the end of the process, see [Note: exit]."""
+        self.all_written.set()
+        self.join()
+        if self.error is not None:
+            self.note(f"the checkpoint of step {self.step} was not saved ({self.error})")
+        if self.rank == 0 and self.error is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        patience = _Patience(self.folder)
+        while self.rank and self.error is None and self.folder.exists():
+            if patience.is_over():
+                break
+            time.sleep(_POLL_S)
+        self.warn(1)
+
+    def note(self, text: str | None) -> None:
+        """Keep what the user should know, for warn()."""
+        if text is not None:
+            self._notes.append(text)
+
+    def warn(self, depth: int) -> None:
+        """Say what was noted, once, on the caller's thread."""
+        while self._notes:
+            warnings.warn(f"Saver: {self._notes.pop(0)}", stacklevel=depth + 1)
+
+
+class _Patience:
+    """Ends once no file of a folder has changed for _PATIENCE_S."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._seen, self._until = folder, 0, 0.0
+
+    def is_over(self) -> bool:
+        seen = 1
+        with contextlib.suppress(OSError):  # files may be renamed meanwhile
+            seen += sum(entry.stat().st_mtime_ns for entry in os.scandir(self._folder))
+        if seen != self._seen:
+            self._seen, self._until = seen, time.monotonic() + _PATIENCE_S
+        return time.monotonic() > self._until
+
+
+_unsettled: set[_Attempt] = set()
+
+
+def _finish_all() -> None:
+    for attempt in list(_unsettled):
+        attempt.finish()
+
+
+# atexit runs too late: after it no thread pool takes work any more.
+threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_unsettled.clear)  # the threads are the parent's
 
 
 def _config_of(model: nn.Module, eot: int | None) -> dict[str, Any] | None:
@@ -716,6 +864,8 @@ def _unreadable_state(state: dict[str, Any]) -> str | None:
             return f"expected a state without key {name!r}, which save() adds; rename it"
     try:
         text = json.dumps(state).encode()
+        if (key := _no_string(state)) is not None:
+            return f"expected names that are strings in a state, got {shown(key[0])}; convert it"
     except (TypeError, ValueError) as error:
         return f"expected a state of JSON values, got {error}; save other values elsewhere"
     try:
@@ -724,6 +874,16 @@ def _unreadable_state(state: dict[str, Any]) -> str | None:
         parse_object(text)
     except ValueError as error:
         return f"expected a state that can be read back, got {error}; save large values elsewhere"
+    return None
+
+
+def _no_string(value: Any) -> tuple[Any] | None:
+    """(a key,) that JSON would turn into a string; None if there is none."""
+    if isinstance(value, dict):
+        wrong = next(((key,) for key in value if not isinstance(key, str)), None)
+        return wrong or _no_string(list(value.values()))
+    if isinstance(value, (list, tuple)):
+        return next(filter(None, map(_no_string, value)), None)
     return None
 
 

@@ -174,6 +174,12 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def printable(text: str) -> str:
+    """A text of lines without what commands a terminal; such characters become escapes."""
+    plain = (c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    return text if text.isprintable() else "".join(plain)
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):

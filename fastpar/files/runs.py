@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from typing import Any
 RUNS = "runs"  # folder of runs without --out
 LATEST = "latest"
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE: linux/fcntl.h, linux/fs.h
+_LINKS = 8  # links in a row that are followed
 _STEP = re.compile(r"step_\d{6,}")
 LOCK = "run.lock"
 WAIT_S = 5.0  # wait for a process that is ending, before a restart is refused
@@ -76,6 +78,16 @@ def list_checkpoints(run: str | Path) -> list[Path]:
     return sorted((p for p in found if is_step_name(p.name) and p.is_dir()), key=step_of)
 
 
+def check_checkpoint(caller: str, path: Path) -> None:
+    """Refuse a run where one of its checkpoints is expected."""
+    if found := list_checkpoints(path):
+        link = path / LATEST
+        raise ValueError(
+            f"{caller}: expected the folder of a checkpoint, got path={path}, which is a run; name "
+            f"{link if link.exists() else found[-1]}"
+        )
+
+
 def put_folder(folder: Path, final: Path) -> Path | None:
     """Rename a folder to its final name; return the new name of a folder that had it before.
 
@@ -96,13 +108,48 @@ def put_folder(folder: Path, final: Path) -> Path | None:
     return old
 
 
-def point_latest(run: Path, checkpoint: Path) -> None:
-    """Link run/latest to the checkpoint, for people and transformers; fastpar does not need it."""
-    temporary = run / f".{LATEST}.tmp"
-    with contextlib.suppress(OSError):  # a file system without links
+def point_latest(run: Path, checkpoint: Path) -> str | None:
+    """Link run/latest to the checkpoint, for people and transformers; fastpar does not need it.
+
+    A folder of this name, as made by copies that follow links, is set aside.
+
+    Returns:
+        What the user should know; None: nothing.
+    """
+    link, temporary, note = run / LATEST, run / f".{LATEST}.tmp", None
+    try:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(checkpoint.relative_to(run), target_is_directory=True)
-        os.replace(temporary, run / LATEST)
+        if link.is_dir() and not link.is_symlink():
+            note = f"{link} was a folder instead of a link, it is now {set_aside(link)}"
+        os.replace(temporary, link)
+    except OSError as error:  # a file system without links
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if os.path.lexists(link):
+            return f"{link} is of an older step, it cannot be replaced ({error}); delete it"
+    return note
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a folder to the first free one of NAME-left, NAME-left-2, ...; return the new name."""
+    for n in itertools.count(1):
+        to = path.with_name(f"{path.name}-left" + f"-{n}" * (n > 1))
+        if not os.path.lexists(to):
+            os.rename(path, to)
+            break
+    return to
+
+
+def linked(path: str | Path) -> Path:
+    """The folder that a link names now: run/latest moves while a run saves, so follow it once."""
+    path = Path(path)
+    for _ in range(_LINKS):
+        with contextlib.suppress(OSError):
+            path = path.parent / os.readlink(path)
+            continue
+        break
+    return path
 
 
 def is_restart() -> bool:

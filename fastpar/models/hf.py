@@ -29,6 +29,7 @@ from fastpar.files.packages import import_package
 from fastpar.files.plain_files import (
     is_plain_name,
     open_plain,
+    printable,
     read_object,
     replacing,
     shown,
@@ -121,10 +122,13 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def cut_into_files(weights: list[Weight], most_bytes: float) -> list[tuple[str, list[Weight]]]:
     """File name -> its weights, in order: at most most_bytes, or a single weight."""
     shards: list[list[Weight]] = [[]]
+    nbytes = 0  # of the last shard
     for weight in weights:
-        if shards[-1] and sum(w.nbytes for w in shards[-1]) + weight.nbytes > most_bytes:
+        if shards[-1] and nbytes + weight.nbytes > most_bytes:
             shards.append([])
+            nbytes = 0
         shards[-1].append(weight)
+        nbytes += weight.nbytes
     return [(weights_file(i, len(shards)), shard) for i, shard in enumerate(shards)]
 
 
@@ -207,7 +211,7 @@ def _checked(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if got is None:
             near = next((n for n in tensors if n.endswith(f".{name}")), "")
             but = (
-                f" but {near}; rename the tensors to {PREFIX}{name} and so on"
+                f" but {printable(near)}; rename the tensors to {PREFIX}{name} and so on"
                 if near
                 else ("; pass the weights of a GPT2LMHeadModel of the model's shape")
             )
@@ -221,7 +225,8 @@ def _checked(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             )
         raise ValueError(
             f"load_hf_tensors: expected only weights of a GPT-2 with n_layer="
-            f"{model.config.n_layer}, got {name}; build the model with the sizes of the weights"
+            f"{model.config.n_layer}, got {printable(name)}; build the model with the sizes of "
+            "the weights"
         )
     return given
 
@@ -420,7 +425,8 @@ def read_config(folder: Path, dropout: float | None) -> GPTConfig:
     name = unsupported_field(raw)
     if name is not None:
         raise ValueError(
-            f"load_hf: expected {name}={_SUPPORTED[name][-1]}, got {name}={raw.get(name)} in "
+            f"load_hf: expected {name}={_SUPPORTED[name][-1]}, got {name}="
+            f"{printable(str(raw.get(name)))} in "
             f"{folder / 'config.json'}; this variant of GPT-2 is not supported"
         )
     numbers = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "layer_norm_epsilon")
@@ -433,7 +439,8 @@ def read_config(folder: Path, dropout: float | None) -> GPTConfig:
     n_embd = raw.get("n_embd", 768)
     if raw.get("n_inner") not in (None, 4 * n_embd):
         raise ValueError(
-            f"load_hf: expected n_inner={4 * n_embd} (4 * n_embd), got n_inner={raw['n_inner']} in "
+            f"load_hf: expected n_inner={4 * n_embd} (4 * n_embd), got "
+            f"n_inner={printable(str(raw['n_inner']))} in "
             f"{folder / 'config.json'}; this variant of GPT-2 is not supported"
         )
     rates = [raw.get(name, 0.1) for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop")]
@@ -504,6 +511,6 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(
-            f"load_hf: expected a complete safetensors file, got {path} ({error}); "
+            f"load_hf: expected a complete safetensors file, got {path} ({printable(str(error))}); "
             "copy or save it again"
         ) from error

@@ -641,7 +641,12 @@ class EngineOptimizer(torch.optim.Optimizer):
             del old[name]
 
     def _group_of(self, p: Tensor) -> dict[str, Any]:
-        return next(g for g in self.param_groups if any(q is p for q in g["params"]))
+        known: dict[Tensor, dict[str, Any]] = self.__dict__.get("_groups", {})
+        group = known.get(p)
+        if not any(group is g for g in self.param_groups):  # the groups have changed
+            known = self._groups = {q: g for g in self.param_groups for q in g["params"]}
+            group = known[p]
+        return group
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("master_weights", "max_grad_norm", "grad_norm", "grad_scale", "found_inf", "_found")

@@ -15,7 +15,8 @@ from optimizers import BF16, MODES, adamw, assert_same
 from saved import bits, named_state, whole_tensors
 from torch import nn
 
-from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
+from fastpar import GPT, AdamW, GPTConfig, Mesh, Muon, Sharded, parallelize
+from fastpar.checkpoint import commands, reader, restore
 from fastpar.checkpoint.commands import examine
 from fastpar.checkpoint.manifest import read_manifest
 from fastpar.checkpoint.reader import newest_checkpoint, verify_checkpoint
@@ -28,8 +29,9 @@ from fastpar.checkpoint.restore import (
 )
 from fastpar.checkpoint.saver import Saver, save_checkpoint
 from fastpar.data.tokenizer import make_tokenizer
-from fastpar.files.runs import list_checkpoints
-from fastpar.optim.schedule import param_groups
+from fastpar.files.runs import list_checkpoints, point_latest
+from fastpar.files.tensor_file import STORED
+from fastpar.optim.schedule import DynamicLossScale, param_groups
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=131, dropout=0.1)
@@ -152,6 +154,46 @@ def test_weights_of_a_running_model_are_replaced(tmp_path, stage):
         assert loss == alone.eval()(x, x).item()
 
 
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
+def test_a_link_that_moves_while_it_is_read(tmp_path, monkeypatch, ranks, stage):
+    """As run/latest does while the run saves: all is read from one checkpoint, on every rank."""
+    paths = itertools.cycle([save(tmp_path, make(seed=n), step=n, n=n) for n in (1, 2)])
+
+    def moving(real):
+        def call(*args, **options):
+            found = real(*args, **options)
+            point_latest(tmp_path, next(paths))
+            return found
+
+        return call
+
+    for module in (commands, reader, restore):
+        for name in ("read_manifest", "linked"):
+            monkeypatch.setattr(module, name, moving(getattr(module, name)))
+
+    def work():
+        mesh = Mesh(device="cpu")
+        model, optimizer = make(mesh=mesh, stage=stage)
+        latest = tmp_path / "latest"
+        state = load_checkpoint(latest, model=model, optimizer=optimizer)
+        return state["n"], model.state_dict()["wpe.weight"]
+
+    found = run_ranks(work, ranks)
+    expected = whole_tensors(tmp_path / "checkpoints" / f"step_00000{found[0][0]}")[0]
+    for n, wpe in found:
+        assert n == found[0][0]
+        assert torch.equal(wpe, expected["transformer.wpe.weight"])
+    if ranks > 1:
+        return
+    said = []
+    assert commands.verify(tmp_path / "latest", said.append)
+    commands.inspect(tmp_path / "latest", "wpe.weight", said.append)
+    assert "DAMAGED" not in "".join(said)
+    verify_checkpoint(tmp_path / "latest")
+    load_weights(tmp_path / "latest")
+    commands.export_weights(tmp_path / "latest", tmp_path / "to", torch.bfloat16)
+
+
 def test_a_part_of_a_model_and_another_dropout(tmp_path):
     """What both have is loaded, what only one has is listed."""
     saved, _ = made = make()
@@ -167,6 +209,241 @@ def test_a_part_of_a_model_and_another_dropout(tmp_path):
     assert all(torch.equal(p, kept[n]) for n, p in model.named_parameters() if n in kept)
     smaller, _ = make(replace(CONFIG, n_layer=1))
     assert len(load_checkpoint(path, model=smaller, strict=False)["unexpected"]) == len(kept)
+
+
+class Partly(nn.Module):
+    """A layer that is used, and one that never gets a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused, self.head = nn.Linear(24, 24), nn.Linear(24, 24)
+
+
+PARTLY = {
+    "AdamW": lambda params: AdamW(params, lr=0.1, master_weights=True),
+    "Muon": lambda params: Muon(
+        [{"params": [p]} if p.dim() == 2 else {"params": [p], "adamw": True} for p in params]
+    ),
+    "Sharded": lambda params: Sharded(torch.optim.RAdam, params, master_weights=True),
+}
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
+@sweep(
+    ["kind", "head_alone", "dtype"],
+    [
+        ("AdamW", False, torch.float32),
+        ("Muon", True, torch.float32),
+        ("Sharded", False, torch.float32),
+        ("AdamW", True, torch.float16),
+    ],
+)
+def test_a_parameter_without_state_has_none_after_a_load(
+    tmp_path, ranks, stage, kind, head_alone, dtype
+):
+    """It never had a gradient, or the optimizer does not have it: the run goes on in its bits."""
+
+    def start(seed, both):
+        torch.manual_seed(seed)
+        model = Partly().to(dtype)
+        parallelize(model, Mesh(device="cpu"), zero_stage=stage)
+        optimizer = PARTLY[kind]([*(model.head if head_alone else model).parameters()])
+        return model, optimizer, [model.head, *[model.unused] * both]
+
+    def step(model, optimizer, used):
+        x = torch.linspace(-1, 1, 24, dtype=dtype)[None]
+        for layer in used:
+            x = layer(x)
+        x.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def work():
+        made = start(1, False)
+        for _ in range(3):
+            step(*made)
+        path = save(tmp_path / "a", made)
+        step(*made)
+        third = save(tmp_path / "b", made, step=3)
+        again = start(2, not head_alone)  # with state to be dropped
+        step(*again)
+        load_checkpoint(path, model=again[0], optimizer=again[1])
+        assert not again[1].state.get(again[0].unused.weight)
+        same = save(tmp_path / "c", again)
+        step(*again[:2], [again[0].head])
+        return path, same, third, save(tmp_path / "d", again, step=3)
+
+    path, same, third, resumed = run_ranks(work, ranks)[0]
+    assert bits(path) == bits(same) != bits(third) == bits(resumed)
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
+def test_fp16_goes_on(tmp_path, ranks, stage):
+    """In the same bits: masters, moments, the loss scale, and a step that was skipped."""
+
+    def start(seed):
+        mesh = Mesh(device="cpu")
+        return (*make(form="fp16-master", seed=seed, steps=0, mesh=mesh, stage=stage), scale_of())
+
+    def scale_of():
+        return DynamicLossScale(2.0**17, growth_interval=2)
+
+    def train(model, optimizer, scale, steps):
+        skipped = 0
+        for i in steps:
+            ids = torch.randint(131, (2, 9), generator=torch.Generator().manual_seed(i))
+            loss = model(ids[:, :-1], ids[:, 1:], rng_key=torch.tensor([1, i]))
+            (loss * scale.scale).backward()
+            optimizer.grad_scale = scale.scale
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped += optimizer.skipped
+            scale.update(optimizer.skipped)
+        return skipped
+
+    def work():
+        made, again = start(1), start(2)
+        skipped = train(*made, range(8))
+        path = save(tmp_path / "a", made[:2], scale=made[2].state_dict())
+        train(*made, range(8, 14))
+        train(*again, range(3))
+        again = (*again[:2], scale_of())
+        state = load_checkpoint(path, model=again[0], optimizer=again[1])
+        again[2].load_state_dict(state["scale"])
+        train(*again, range(8, 14))
+        ends = [save(tmp_path / name, one[:2]) for name, one in (("b", made), ("c", again))]
+        return skipped, made[2].state_dict() == again[2].state_dict(), ends
+
+    skipped, same_scale, (end, resumed) = run_ranks(work, ranks)[0]
+    assert 0 < skipped < 8  # both happened
+    assert same_scale
+    assert bits(end) == bits(resumed)
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self):
+        return 1
+
+    def set_extra_state(self, state):
+        pass
+
+
+def odd_buffer():
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("odd", torch.zeros(1, dtype=torch.complex128))
+    return layer
+
+
+def of_another():
+    return nn.Linear(2, 2), AdamW(nn.Linear(3, 2).parameters())
+
+
+def torchs():
+    layer = nn.Linear(2, 2)
+    return layer, torch.optim.AdamW(layer.parameters())
+
+
+@sweep(
+    ["made", "words"],
+    [
+        (
+            lambda: (nn.Sequential(nn.ReLU(), Extra(2, 2)), None),
+            r"get_extra_state\(\) of 1, a Extra;",
+        ),
+        (lambda: (odd_buffer(), None), "got odd of dtype=torch.complex128; convert it, or regi"),
+        (
+            of_another,
+            r"parameter 0 of group 0 of shape \[2, 3\], which the model lacks; pass a mod",
+        ),
+        (torchs, r"got optimizer=torch.optim.adamw.AdamW; use .*fastpar.Sharded\(AdamW, model.par"),
+    ],
+)
+def test_what_a_checkpoint_would_leave_out(tmp_path, made, words):
+    model, optimizer = made()
+    with pytest.raises(ValueError, match=f"Saver: expected .*{words}"):
+        Saver(tmp_path, model=model, optimizer=optimizer)
+    if optimizer is not None:
+        with pytest.raises(ValueError, match=f"load_checkpoint: expected .*{words}"):
+            load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+
+
+@sweep(
+    ["where", "state", "words"],
+    [
+        ("count", 3, "state under 'count', which is no parameter of the model; save it yourself"),
+        (None, {7: torch.ones(2)}, "a state of parameters with the name 7;"),
+        (None, {"a/b": torch.ones(2)}, "a state of parameters with the name 'a/b';"),
+        (None, {"history": [1]}, "a state of parameters with history of type list;"),
+    ],
+)
+def test_state_of_an_optimizer_that_has_no_place(tmp_path, where, state, words):
+    """Found when it appears; the run goes on."""
+    model = nn.Linear(2, 2)
+    optimizer = AdamW(model.parameters())
+    optimizer.state[model.weight if where is None else where] = state
+    saver = Saver(tmp_path, model=model, optimizer=optimizer, asynchronous=False)
+    saver.save(1, {})
+    assert f"expected an optimizer whose state can be saved, got {words}" in saver.last.errors[0]
+    assert not list_checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
+def test_buffers_of_every_dtype(tmp_path, ranks, stage):
+    assert {torch.float8_e4m3fn, torch.uint16, torch.complex64} < set(STORED.values())
+
+    def build(fill):
+        layer = nn.Linear(2, 2)
+        for name, dtype in STORED.items():
+            raw = torch.arange(64, dtype=torch.uint8) % (2 if dtype == torch.bool else 64)
+            layer.register_buffer(name, (raw * fill).view(dtype).view(2, -1))
+        return parallelize(layer, Mesh(device="cpu"), zero_stage=stage)
+
+    def work():
+        model, again = build(1), build(0)
+        path = save(tmp_path, (model, None))
+        load_checkpoint(path, model=again)
+        for (name, found), expected in zip(again.named_buffers(), model.buffers(), strict=True):
+            raw = [x.contiguous().view(torch.uint8) for x in (found, expected)]
+            assert torch.equal(*raw), name
+        return path
+
+    path = run_ranks(work, ranks)[0]
+    said = []
+    commands.inspect(path, None, said.append)
+    assert len([line for line in said if line.startswith(tuple(STORED))]) == len(STORED)
+
+
+def test_a_run_instead_of_its_checkpoint(tmp_path):
+    model, path = make(steps=0)[0], save(tmp_path, make(steps=0))
+    for named in (tmp_path / "latest", path):
+        for load in (lambda path: load_checkpoint(path, model=model), load_weights):
+            words = f"load_.*: expected the folder of a check.*, got path={tmp_path}, .* {named}$"
+            with pytest.raises(ValueError, match=words):
+                load(tmp_path)
+        (tmp_path / "latest").unlink(missing_ok=True)
+
+
+def test_a_model_in_a_wrapper(tmp_path):
+    """The names of torch.compile and DDP are named, also where nothing would be loaded."""
+    plain = make(steps=0)[0]
+
+    class Wrapped(nn.Module):
+        def __init__(self, name):
+            super().__init__()
+            self.add_module(name, make(steps=0)[0])
+
+    paths = {
+        name: save(tmp_path / (name or "plain"), (Wrapped(name) if name else plain, None))
+        for name in ("", "module", "_orig_mod")
+    }
+    for name, advice in (("module", "DistributedDataParallel .*"), ("_orig_mod", "torch.compile")):
+        words = rf"the names differ by '{name}\.' of {advice}; save and load .* model.{name}"
+        for path, model in ((paths[name], plain), (paths[""], Wrapped(name))):
+            for strict in (True, False):
+                with pytest.raises(ValueError, match=words):
+                    load_checkpoint(path, model=model, strict=strict)
+    with pytest.raises(ValueError, match=r"no transformer\.wte\.weight; load it into the same"):
+        load_checkpoint(save(tmp_path, (nn.Linear(2, 2), None)), model=Wrapped("inner").inner)
 
 
 def linear(**options):
@@ -196,7 +473,7 @@ def nested():
         (make, of(block_size=4), False, r"transformer.wpe.weight of shape \[4, 16\], go"),
         (make, lambda: make(form="amsgrad", steps=1), True, "expected max_exp_avg_sq for .* in .*"),
         (make, frozen, True, "expected the optimizer's state .* got also wpe.weight;"),
-        (without_optimizer, make, True, "expected the optimizer's state .* got no h.0.attn"),
+        (without_optimizer, make, True, "expected the optimizer's state .* got none; resu"),
         (linear, nested, True, "expected the weights of this model in .*, got no 0.wei"),
         (linear, lambda: linear(bias=False), True, "weights of this model .*, got also bia"),
     ],
@@ -273,6 +550,8 @@ def test_a_state_of_another_program(tmp_path):
 @sweep(
     ["state", "problem"],
     [
+        ({"a": [{1: 2}]}, "expected names that are strings in a state, got 1; convert it"),
+        ({None: 2}, "expected names that are strings in a state, got None; convert it"),
         ({"step": 7}, "expected a state without key 'step', which save.. adds; rename"),
         ({"model": "x"}, "expected a state without key 'model'"),
         ({"n": 10**50}, "can be read back, got a number of 51 digits; save large"),

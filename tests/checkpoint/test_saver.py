@@ -5,10 +5,13 @@ import itertools
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections import namedtuple
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +25,7 @@ from fastpar.checkpoint import saver as saver_module
 from fastpar.checkpoint.manifest import read_manifest
 from fastpar.checkpoint.reader import newest_checkpoint, verify_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint, read_state
-from fastpar.checkpoint.saver import Capture, Saver, piece_runs
+from fastpar.checkpoint.saver import Capture, Saver, piece_runs, save_checkpoint
 from fastpar.engine.engine import engine_of, engine_of_parameter
 from fastpar.files.runs import list_checkpoints
 from fastpar.settings.parallel import Parallel
@@ -199,6 +202,52 @@ def test_a_save_holds_one_bucket_and_a_load_one_weight(tmp_path, monkeypatch, ra
     assert max(writing) <= SMALL
 
 
+class Many(torch.nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.parts = torch.nn.ParameterList([torch.ones(3) for _ in range(n)])
+
+    def forward(self):
+        return torch.cat([*self.parts]).sum()
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), slow(2, 3)])
+def test_the_work_grows_with_the_number_of_tensors(tmp_path, monkeypatch, ranks, stage):
+    """And not with its square: calls of functions on the caller's thread are counted."""
+    for module in (saver_module, restore_module):
+        monkeypatch.setattr(module, "ThreadPoolExecutor", Inline)
+
+    def counted(act, *args, **options):
+        calls = 0
+
+        def count(*_):
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count)
+        try:
+            act(*args, **options)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    def work(n):
+        model = parallelize(Many(n), Mesh(device="cpu"), zero_stage=stage)
+        optimizer = AdamW(model.parameters())
+        model().backward()
+        optimizer.step()
+        held = {"model": model, "optimizer": optimizer}
+        return [
+            counted(Capture, model, optimizer),
+            counted(save_checkpoint, tmp_path / f"{n}", step=1, **held),
+            counted(load_checkpoint, tmp_path / f"{n}" / "latest", **held),
+        ]
+
+    few, many = (run_ranks(work, ranks, n)[0] for n in (100, 300))
+    for name, a, b in zip(("Capture", "save", "load"), few, many, strict=True):
+        assert b < 3.3 * a, name
+
+
 @pytest.fixture
 def gate(monkeypatch):
     event, real = threading.Event(), saver_module._write_tensors
@@ -305,6 +354,62 @@ def test_what_is_kept(tmp_path):
     assert newest_checkpoint(tmp_path).name == "step_1000002"
 
 
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
+def test_a_run_that_goes_on_from_an_earlier_step(tmp_path, ranks, stage):
+    """Its saves stay, and the newest is its own; the branch that it left still loads."""
+
+    def work(keep_last, first, *steps):
+        rank = Rank(tmp_path, stage=stage, keep_last=keep_last)
+        if first:
+            load_checkpoint(first, model=rank.model, optimizer=rank.optimizer)
+        for step in steps:
+            assert rank.step().saver.save(step, {})
+            assert rank.saver.settle().ok
+
+    run_ranks(work, ranks, 0, None, 10, 20, 30)
+    ten = tmp_path / "checkpoints" / "step_000010"
+    with pytest.warns(UserWarning, match="Saver: ") as said:
+        run_ranks(work, ranks, 2, ten, 12, 14)
+    words = r"Saver: .*step_0000{} is of a later step than the one saved now, 12: .*now .*30?-left$"
+    said = [str(warning.message) for warning in said if "Saver" in str(warning.message)]
+    assert re.match(words.format(20).replace("30?", "20"), said[0])
+    assert re.match(words.format(30), said[1])
+    assert len(said) == 2
+    names = ["step_000012", "step_000014", "step_000020-left", "step_000030-left"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == names
+    assert newest_checkpoint(tmp_path).name == "step_000014"
+    assert os.readlink(tmp_path / "latest") == "checkpoints/step_000014"
+    left = GPT(CONFIG)
+    assert load_checkpoint(tmp_path / "checkpoints" / names[-1], model=left)["step"] == 30
+    with pytest.warns(UserWarning, match=r"now .*step_000014-left$"):
+        run_ranks(work, ranks, 0, None, 13)
+    with pytest.warns(UserWarning, match=r"now .*step_000020-left-2$"):
+        run_ranks(work, ranks, 0, None, 20, 14)
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+def test_latest_that_is_a_folder(tmp_path, monkeypatch, links):
+    """Copied with cp -L, or from an object store: it never stays as it is without a word."""
+    saver = Rank(tmp_path, asynchronous=False).step().saver
+    saver.save(1, {})
+    latest = tmp_path / "latest"
+    latest.unlink()
+    shutil.copytree(saver.last.path, latest)
+    if not links:
+        monkeypatch.setattr(Path, "symlink_to", lambda *_, **__: os.symlink("", ""))
+    words = "latest was a folder instead of a link, it is now .*latest-left$"
+    with pytest.warns(UserWarning, match=words if links else "latest is of an older .* delete it"):
+        saver.save(2, {})
+    assert saver.last.ok
+    kept = {"checkpoints", "latest", *["latest-left"] * links}
+    assert set(os.listdir(tmp_path)) == kept
+    assert read_state(latest)["step"] == 1 + links
+    assert read_state(tmp_path / ("latest-left" if links else "latest"))["step"] == 1
+    shutil.rmtree(latest) if not links else latest.unlink()
+    saver.save(3, {})  # nothing to say
+    assert saver.last.ok
+
+
 @pytest.mark.parametrize("flag", [2, 1 << 20], ids=["exchanged", "in two steps"])
 def test_a_step_that_is_there_already(tmp_path, monkeypatch, flag):
     monkeypatch.setattr("fastpar.files.runs._EXCHANGE", flag)
@@ -327,6 +432,81 @@ def test_a_save_that_raised_leaves_nothing_to_settle(tmp_path, monkeypatch):
     assert saver.settle().ok
     with pytest.raises(ValueError, match=r"Saver: expected overlap to be .*, got overlap='later'"):
         Saver(tmp_path, model=torch.nn.Linear(1, 1), overlap="later")
+
+
+def test_settle_ends_the_thread(tmp_path, monkeypatch):
+    """One that still frees tensors while Python ends aborts the process."""
+
+    def end(attempt, f=saver_module._Attempt.end):
+        f(attempt)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(saver_module._Attempt, "end", end)
+    saver = Rank(tmp_path).saver
+    for wait in (saver.settle, saver.close):
+        saver.save(1, {})
+        wait()
+        assert not [thread for thread in threading.enumerate() if thread.name == "saver"]
+
+
+ENDS = """
+import sys, threading
+import fastpar, torch
+from fastpar.checkpoint import saver as module
+
+ending = threading.Event()
+threading._register_atexit(ending.set)  # before what was registered earlier
+
+def write(folder, step, items, f=module._write_tensors):
+    assert ending.wait(60)
+    if step == 3:
+        raise OSError("the disk is gone")
+    return f(folder, step, items)
+
+module._write_tensors = write
+run, step, fails = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+mesh = fastpar.Mesh(device="cpu")
+model = fastpar.parallelize(torch.nn.Linear(64, 64), mesh, zero_stage=3)
+saver = fastpar.Saver(run, model=model)
+saver.save(step, {})
+if str(mesh.rank) in fails:
+    raise ArithmeticError("fails")
+"""
+
+
+def ends(tmp_path, start, step, *fails):
+    """Runs ENDS; (exit status, stderr) of the process."""
+    (tmp_path / "ends.py").write_text(ENDS)
+    done = subprocess.run(
+        [sys.executable, *start, "ends.py", "run", str(step), *fails],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+def test_a_process_that_ends_finishes_its_save(tmp_path):
+    """Without settle(), here after an exception."""
+    code, err = ends(tmp_path, [], 2, "0")
+    assert (code, "ArithmeticError: fails" in err) == (1, True)
+    verify_checkpoint(tmp_path / "run" / "latest")
+    assert read_state(tmp_path / "run" / "latest")["step"] == 2
+
+
+@pytest.mark.slow
+def test_ranks_that_end_finish_their_save(tmp_path):
+    """A launcher stops the others once one has ended; the one that fails waits for the commit."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for step, fails in ((1, ""), (4, "1"), (5, "01")):
+        code, err = ends(tmp_path, torchrun, step, *fails)
+        assert code == int(bool(fails)), err
+        assert ("ArithmeticError: fails" in err) == bool(fails)
+        verify_checkpoint(tmp_path / "run" / "latest")
+        assert read_state(tmp_path / "run" / "latest")["step"] == step
+    code, err = ends(tmp_path, torchrun, 3)
+    assert code == 0
+    assert "Saver: the checkpoint of step 3 was not saved (the disk is gone)" in err
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoints"))[-1] == "step_000005"
 
 
 def test_a_part_is_seen_when_all_of_it_is_there(tmp_path, monkeypatch):

@@ -85,7 +85,7 @@ OK = torch.zeros(2)
         ({"a": SPEC, "b": SPEC}, [("a", OK)] * 2, r"write: expected a tensor that is left, got 'a"),
         ({"a": SPEC, "b": SPEC}, [("a", OK)],
          r": expected all of 2 tensors, got none for 'b'; write each tensor once"),
-        ({"a": Spec(torch.complex64, [2])}, [], r"dtype of safetensors, got dtype=torch.complex64"),
+        ({"a": Spec(torch.complex128, [2])}, [], r"safetensors, got dtype=torch.complex128 for"),
     ],
 )  # fmt: skip
 def test_each_tensor_once_and_as_announced(tmp_path, specs, written, message):
