@@ -33,7 +33,7 @@ import signal
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -150,8 +150,7 @@ class MetricsLog:
         self.path = Path(path)
         if log == "auto":
             log = "none" if importlib.util.find_spec("tensorboard") is None else "tensorboard"
-        kept = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
-        write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        drop_later(self.path, resume_step)
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
         self._board, self._end = _BOARDS[log](self.path.parent, resume_step, settings or {})
 
@@ -174,36 +173,109 @@ class MetricsLog:
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, without a last line that a crash cut off."""
-    path = Path(path)
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-    return rows
+    return list(each_row(path))
 
 
-def plot_loss(rows: list[dict[str, Any]], path: str | Path, *, title: str) -> None:
+def each_row(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The rows of read_metrics(), one at a time: a long run has millions."""
+    if Path(path).exists():
+        with Path(path).open("rb") as file:
+            yield from (row for line in file if (row := _row(line)) is not None)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+_BLOCK_BYTES = 1 << 16
+_MOST_POINTS = 2000  # the picture is about 900 pixels wide
+
+
+def drop_later(path: Path, step: int) -> None:
+    """Remove the rows of later steps, and lines that a crash cut off, from the end of a file.
+
+    Rows of events may be of an earlier step than those before them; rows of steps are in order, so
+    the last one to keep ends the search.
+    """
+    kept, start = [], 0
+    with path.open("ab+") as file:
+        for at, line in _from_end(file):
+            row = _row(line)
+            if row is not None and row["step"] <= step:
+                kept.append(line.rstrip(b"\n") + b"\n")
+                if "loss" in row:
+                    start = at
+                    break
+    with path.open("rb+") as file:
+        file.seek(start)
+        file.writelines(reversed(kept))
+        file.truncate()
+
+
+def _from_end(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) of each line, the last one first."""
+    end, rest = file.seek(0, os.SEEK_END), b""
+    while end:
+        start = max(0, end - _BLOCK_BYTES)
+        file.seek(start)
+        lines = (file.read(end - start) + rest).splitlines(keepends=True)
+        at, rest = start + sum(map(len, lines)), lines.pop(0) if start else b""
+        for line in reversed(lines):
+            at -= len(line)
+            yield at, line
+        end = start
+
+
+class Curve:
+    """Points of a curve; neighbours are averaged once there are more than twice `most`."""
+
+    def __init__(self, most: int) -> None:
+        self.steps: list[float] = []
+        self.values: list[float] = []
+        self.joined = 1  # points that were averaged into one
+        self._most, self._sum, self._count = most, 0.0, 0
+
+    def add(self, step: float, value: float) -> None:
+        """Add a point on the right."""
+        self._sum, self._count = self._sum + value, self._count + 1
+        if self._count < self.joined:
+            return
+        self.steps.append(step)
+        self.values.append(self._sum / self._count)
+        self._sum, self._count = 0.0, 0
+        if len(self.steps) == 2 * self._most:
+            self.steps = self.steps[1::2]
+            self.values = [(a + b) / 2 for a, b in zip(self.values[::2], self.values[1::2])]
+            self.joined *= 2
+
+
+def plot_loss(rows: Iterable[dict[str, Any]], path: str | Path, *, title: str) -> None:
     """Draw training loss (raw faint, smoothed bold) and validation loss against steps.
+
+    A point of a long run is the mean of several steps.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     make_figure = import_package("matplotlib.figure", "plot_loss").Figure
-    train = [(r["step"], r["loss"]) for r in rows if r.get("loss") is not None]
-    val = [(r["step"], r["val_loss"]) for r in rows if r.get("val_loss") is not None]
+    train, val = Curve(_MOST_POINTS), Curve(_MOST_POINTS)
+    for row in rows:
+        for curve, name in ((train, "loss"), (val, "val_loss")):
+            if row.get(name) is not None:
+                curve.add(row["step"], row[name])
     figure = make_figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    if train:
-        steps, losses = zip(*train)
+    if train.steps:
+        steps, losses = train.steps, train.values
         axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)
-        bold = runs.smoothed(losses, min(19, len(losses) // 30))
+        bold = runs.smoothed(losses, min(19 // train.joined, len(losses) // 30))
         axes.plot(steps, bold, color="tab:blue", linewidth=2, label="train (smoothed)")
-    if val:
-        steps, losses = zip(*val)
+    if val.steps:
+        steps, losses = val.steps, val.values
         axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="validation")
         axes.annotate(
             f"{losses[-1]:.3f}",
@@ -219,7 +291,7 @@ def plot_loss(rows: list[dict[str, Any]], path: str | Path, *, title: str) -> No
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(title)
     axes.grid(alpha=0.3)
-    if train or val:
+    if train.steps or val.steps:
         axes.legend()
     figure.savefig(str(path))
 
@@ -282,7 +354,7 @@ def never_began(run: str | Path) -> bool:
             return False
         content = json.loads((run / "config.json").read_text(encoding="utf-8"))
         ours = {"settings", "model", "starts"} == set(content)
-        return ours and not any(row["step"] > 0 for row in read_metrics(run / "metrics.jsonl"))
+        return ours and not any(row["step"] > 0 for row in each_row(run / "metrics.jsonl"))
     except (OSError, ValueError, TypeError, KeyError):  # not a run of fastpar
         return False
 
@@ -379,7 +451,7 @@ class RunFolder:
         picture = self.path / "loss.png"
         with self._reporting("loss.png"):
             self.log.close()
-            plot_loss(read_metrics(self.path / "metrics.jsonl"), picture, title=self.path.name)
+            plot_loss(each_row(self.path / "metrics.jsonl"), picture, title=self.path.name)
         resume = f"to resume: fastpar train --resume --out {self.path}"
         if stopped_by > 0:
             name = signal.Signals(stopped_by).name

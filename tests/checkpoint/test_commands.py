@@ -26,7 +26,10 @@ from fastpar.checkpoint.commands import (
 )
 from fastpar.checkpoint.manifest import MANIFEST, digest_of
 from fastpar.checkpoint.reader import TensorReader, list_plain_tensors
+from fastpar.checkpoint.restore import load_checkpoint, load_weights
 from fastpar.checkpoint.saver import save_checkpoint
+from fastpar.cli import main
+from fastpar.files.plain_files import printable
 from fastpar.kernels.adamw import master_join
 from fastpar.models.hf import load_hf, save_hf
 
@@ -207,6 +210,49 @@ def test_the_table(made, run, tmp_path):
     deep = GPT(replace(CONFIG, n_layer=11))
     path = save_checkpoint(tmp_path / "deep", step=1, model=deep, optimizer=None)
     assert names(path, "ln_1.bias") == [f"transformer.h.{i}.ln_1.bias" for i in range(11)]
+
+
+def test_names_of_others_command_no_terminal(tmp_path, capsys):
+    """A title, a bell and a turn of the writing direction, in names of tensors and in JSON."""
+    name, words = "\x1b]0;x\x07\u202ered", r"\x1b]0;x\x07\u202ered"
+    model = torch.nn.ParameterDict({name: torch.ones(3)})
+    optimizer = AdamW(model.parameters())
+    model[name].sum().backward()
+    optimizer.step()
+    path = save_checkpoint(tmp_path, step=1, model=model, optimizer=optimizer)
+    printed = [said(inspect, path, None)[1], said(verify, path)[1]]
+    for command in ("inspect", "verify"):
+        main([command, str(path)])
+        printed.append(capsys.readouterr().out.splitlines())
+    refused = [
+        (lambda: load_checkpoint(path, model=torch.nn.Linear(2, 2)), "got no weight"),
+        (lambda: inspect(path, "none", print), "the first tensor is"),
+    ]
+    with (path / "model.safetensors").open("rb+") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x00")
+    printed.append(said(verify, path)[1])
+    refused.append((lambda: load_checkpoint(path, model=model), "other content in "))
+    other = tmp_path / "other"
+    save_hf(GPT(CONFIG), other)
+    tensors = load_file(other / "model.safetensors")
+    tensors[f"x.{name}.wte.weight"] = tensors.pop("transformer.wte.weight")
+    save_file(tensors, other / "model.safetensors")
+    printed.append(said(verify, other)[1])
+    refused.append((lambda: load_weights(other), "got none of this name but x"))
+    save_hf(GPT(CONFIG), tmp_path / "third")
+    config = (tmp_path / "third" / "config.json").read_text()
+    (tmp_path / "third" / "config.json").write_text(config.replace('"gelu_new"', json.dumps(name)))
+    printed.append(said(verify, tmp_path / "third")[1])
+    refused.append((lambda: load_weights(tmp_path / "third"), "got activation_function="))
+    for load, expected in refused:
+        with pytest.raises(ValueError, match=expected) as error:
+            load()
+        printed.append([str(error.value)])
+    for lines in printed:
+        assert all(line.isprintable() for line in lines), lines
+    assert sum(words in "".join(lines) for lines in printed) >= len(printed) - 3
+    assert printable("a\n\tb\x9b\r\udc80") == r"a" + "\n\t" + r"b\x9b\r\udc80"
 
 
 def test_nonfinite_values_are_counted(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = {
     ".ci", ".clang-format", ".gitignore", ".pre-commit-config.yaml", "CHANGELOG.md",
     "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "bench", "csrc",
-    "fastpar", "kernels", "pyproject.toml", "setup.py", "tests",
+    "SECURITY.md", "fastpar", "kernels", "pyproject.toml", "setup.py", "tests",
 }  # fmt: skip
 # The packages of fastpar/ from the bottom up: a file imports from its own and those before it.
 PACKAGES = [

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,14 @@ from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import SampleSettings
 from fastpar.testing import run_ranks
 from fastpar.train import journal as module
-from fastpar.train.journal import Journal, MetricsLog, check_out, plot_loss, read_metrics
+from fastpar.train.journal import (
+    Journal,
+    MetricsLog,
+    check_out,
+    each_row,
+    plot_loss,
+    read_metrics,
+)
 from fastpar.train.sample import sample
 
 SETUP = Setup(2, device_type="cpu", transport="shm", dtype="fp32", micro_batch_size=4,
@@ -230,6 +238,53 @@ def test_rows_are_json_lines_and_a_resume_drops_later_ones(tmp_path):
     assert [r["step"] for r in rows] == [1, 2, 3, 3, 4]
     assert rows[-2:] == [{"step": 3, "val_loss": 3.5}, {"step": 4, "loss": 40.0}]
     assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+def test_a_long_run_is_read_from_its_end(tmp_path):
+    """A resume and the picture need little memory, and keep the same rows as reading all of it."""
+    path, log = tmp_path / "metrics.jsonl", MetricsLog(tmp_path / "metrics.jsonl")
+    log.write({"step": 0, "val_loss": 9.0})
+    for step in range(1, 3001):
+        log.write({"step": step, "loss": 1.0 / step, "text": "x" * (step % 100)})
+        if step % 50 == 9:
+            log.write({"step": step - 5, "save_mb": 1.0})  # known later
+            log.write({"step": step, "val_loss": 2.0})
+    log.close()
+    whole = path.read_bytes()
+    for resume_step, cut in (
+        (2960, b""),
+        (2956, b'{"step": 3'),
+        (1504, b"\n"),
+        (0, b""),
+        (-1, b""),
+    ):
+        path.write_bytes(whole + cut)
+        expected = [row for row in read_metrics(path) if row["step"] <= resume_step]
+        MetricsLog(path, resume_step=resume_step).close()
+        assert read_metrics(path) == expected
+        assert path.read_bytes().count(b"\n") == len(expected)
+    path.write_bytes(whole)
+    tracemalloc.start()
+    MetricsLog(path, resume_step=2900).close()
+    assert next(each_row(path))["step"] == 0
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < len(whole)
+
+
+def test_the_picture_of_a_long_run_has_few_points():
+    """Each the mean of equally many neighbours, at the step of the last one."""
+    for n in (3, 7, 8, 9, 100, 1000):
+        curve = module.Curve(4)
+        values = [float(i * i % 17) for i in range(1, n + 1)]
+        for i, value in enumerate(values, 1):
+            curve.add(i, value)
+        k = curve.joined
+        assert len(curve.steps) < 8
+        assert curve.steps == list(range(k, n + 1, k))
+        parts = [values[i : i + k] for i in range(0, n - k + 1, k)]
+        assert curve.values == pytest.approx([sum(part) / k for part in parts])
+        assert (k == 1) == (n < 8)
 
 
 def test_tensorboard_is_fed_where_it_is_installed(tmp_path):
