@@ -257,6 +257,8 @@ class Engine:
             self._say_begin("a step")
         self.partials.check()
         self.partials.sum()
+        if self.shards.is_gathered:
+            self.shards.save_writes()
         self.shards.storage.send_rest()
 
     def _refuse_shared(self, optimizer: Any, other: Any) -> None:
@@ -305,6 +307,8 @@ class Engine:
                 bucket.finish_gather()
                 bucket.make_stale()
             self.gathers.after_step()
+            if self.shards.is_gathered:
+                self.shards.gather_again()
         self.micro_batches.end_step()
         self.log.hashes = [0, 0]
         self._cleared.clear()

@@ -182,7 +182,8 @@ class Gathers:
             if not self._is_live(index):
                 self._launch(index)
                 self.release(index)
-        now.recorded = now.launched
+        if not self._shards.is_gathered:  # else nothing was launched
+            now.recorded = now.launched
         self._pass = _Pass()
         self._done.clear()
 
@@ -200,6 +201,7 @@ class Gathers:
         Args:
             calls: do not wait for weights of submodules that will be called.
         """
+        self._shards.keep(self.buckets[index])
         if not self.frees:
             self.launch_stale(index + 1 if self._shards.storage.steps_later else None)
         elif not self._is_live(index) and not self._is_launched(index):
@@ -264,14 +266,14 @@ class Gathers:
         for bucket in self.buckets[index] if self.frees else ():
             bucket.finish_gather()
             if index not in self._stay:
-                bucket.make_stale()
+                self._shards.free(bucket)
 
     def release_bucket(self, bucket: BucketState) -> None:
         """Free a bucket whose gradients are complete in this backward."""
         if self.frees and bucket.spec.unit != ROOT:
             self._done.add(bucket)
             bucket.finish_gather()
-            bucket.make_stale()
+            self._shards.free(bucket)
 
     def after_step(self) -> None:
         """Forget the step: all parameters are stale."""
@@ -341,6 +343,9 @@ class Gathers:
 
     def before_forward(self, index: int, module: nn.Module, args: tuple) -> None:
         """Hook: a module of the unit is called."""
+        if self._in_a_transform():
+            self._shards.keep(self.buckets[index])  # for the derivative, which has no gates
+            return
         in_backward = torch._C._current_graph_task_id() != -1
         if index == ROOT and not in_backward:
             self._depth += 1
@@ -358,6 +363,18 @@ class Gathers:
             self.launch_stale()
             for bucket in self._shards.buckets:
                 bucket.finish_gather()
+
+    def _in_a_transform(self) -> bool:
+        """At stage 3: whether a transform of torch.func runs, inside of gathered()."""
+        if not self.frees or not torch._C._are_functorch_transforms_active():
+            return False
+        if not self._shards.is_gathered:
+            raise RuntimeError(
+                "Engine: with zero_stage=3 a transform of torch.func (grad, vjp, vmap) ran the "
+                "model where this rank holds only shards of it; call it inside "
+                "`with fastpar.engine_of(model).gathered():`, on all ranks"
+            )
+        return True
 
     def _has_foreign_hooks(self, index: int) -> bool:
         """Whether other hooks may read a unit's parameters before their modules run."""
@@ -383,6 +400,8 @@ class Gathers:
         """Hook: a module of the unit has returned, or the root has failed."""
         failed = output is None and sys.exc_info()[0] is not None
         try:
+            if self._in_a_transform():
+                return
             self._after(index, last, output)
         except RuntimeError:
             if not failed:  # the forward's own error is raised; torch would warn of this one
@@ -433,6 +452,9 @@ class Gathers:
 
     def before_part(self, index: int, part: nn.Module, args: tuple) -> None:
         """Hook: a submodule is called, from outside its unit if the unit is not gathered."""
+        if self._in_a_transform():
+            self._shards.keep(self.buckets[index])
+            return
         self._stay_last(part)
         if index in self._inside:
             self._pass.called.add(id(part))

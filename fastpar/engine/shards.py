@@ -84,6 +84,8 @@ class Shards:
         ]
         self._modules = [weakref.ref(module) for module in model.modules()]
         self._checked: list[int] | None = None  # the modules and parameters that check() accepted
+        # Inside of gathered(): the buckets to free at its end.
+        self._unused: set[BucketState] | None = None
 
     # Gathers
 
@@ -104,24 +106,56 @@ class Shards:
         """Make all parameters whole inside; writes are kept. Ranks: all.
 
         Every rank must write the same values, as each keeps its own shard of them. p.data = values
-        is a write too, of the same shape, dtype and device. Nested calls have no effect.
+        is a write too, of the same shape, dtype and device. Passes, transforms of torch.func and
+        steps inside see and leave whole parameters. Nested calls have no effect.
 
         Raises:
             RuntimeError: at the end, for p.data that does not fit; the parameter keeps its values.
         """
         stale = [bucket for bucket in self.buckets if not bucket.exact]
         self.gather(stale)
+        outer = self._unused
+        inside = self._unused = set() if outer is None else outer
+        inside.update(bucket for bucket in stale if bucket.separate)
         try:
             yield
         finally:
             refused = self._take_new_memory()
-            for bucket in self.buckets:
-                bucket.save_writes()
-            for bucket in stale:
-                if bucket.separate:
+            self.save_writes()
+            if outer is None:
+                self._unused = None
+                for bucket in inside:
                     bucket.make_stale()
             if refused:
                 raise RuntimeError(refused[0])
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether gathered() is open."""
+        return self._unused is not None
+
+    def save_writes(self) -> None:
+        """Keep this rank's shards of what was written inside of gathered()."""
+        for bucket in self.buckets:
+            bucket.save_writes()
+
+    def gather_again(self) -> None:
+        """Inside of gathered(), after a step: make all parameters whole. Ranks: all."""
+        assert self._unused is not None
+        self._unused.update(bucket for bucket in self.buckets if bucket.separate)
+        self.gather(self.buckets)
+
+    def free(self, bucket: BucketState) -> None:
+        """Free a bucket that no pass needs now; inside of gathered() at its end."""
+        if self._unused is None:
+            bucket.make_stale()
+        else:
+            self._unused.add(bucket)
+
+    def keep(self, buckets: Iterable[BucketState]) -> None:
+        """Free no bucket that a pass needs, at the end of gathered()."""
+        if self._unused is not None:
+            self._unused.difference_update(buckets)
 
     def _take_new_memory(self) -> list[str]:
         """Copy replaced p.data into the buckets; returns errors of those that do not fit."""

@@ -1,5 +1,6 @@
 """What is done to parameters and gradients by hand: as in plain torch, or refused by name."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -161,6 +162,103 @@ def test_what_changes_nothing():
     step(model, optimizer)
     expected = whole(model)
     assert all(on_ranks(run))
+
+
+# Passes and steps inside of gathered()
+
+
+def values(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def half(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+
+
+def evaluated(model, optimizer, gathered):
+    with gathered(), torch.no_grad():
+        first = model(torch.ones(2, C))
+        half(model)
+        return [first, model(torch.ones(2, C)), *values(model)]
+
+
+def passed(model, optimizer, gathered):
+    with gathered():
+        half(model)
+        backward(model)
+        found = values(model)
+        half(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return found
+
+
+def a_backward_outside(model, optimizer, gathered):
+    with gathered():
+        loss = model(torch.ones(2, C)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.detach()]
+
+
+def between_forward_and_backward(model, optimizer, gathered):
+    loss = model(torch.ones(2, C)).square().mean()
+    with gathered():
+        found = [model(torch.zeros(2, C)).detach(), *values(model)]
+    loss.backward()
+    with gathered():
+        found += values(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return found
+
+
+def trained(model, optimizer, gathered):
+    with gathered():
+        half(model)
+        with gathered():
+            step(model, optimizer, 2)
+            found = values(model)
+            half(model)
+        step(model, optimizer, 3)
+    return found
+
+
+def transformed(model, optimizer, gathered):
+    def of(x):
+        return model(x).sum()
+
+    with gathered():
+        new = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+        call = torch.func.functional_call
+        by = torch.func.grad(lambda q: call(model, q, (torch.ones(2, C),)).sum())(new)
+        found = [*by.values(), torch.func.grad(of)(torch.ones(2, C)), *values(model)]
+        _, derivative = torch.func.vjp(of, torch.ones(2, C))
+    return [*found, *derivative(torch.ones(()))]
+
+
+INSIDE = evaluated, passed, a_backward_outside, between_forward_and_backward, trained, transformed
+
+
+@pytest.mark.parametrize("fn", INSIDE)
+def test_what_runs_in_gathered_is_as_in_plain_torch(fn):
+    """The values are whole inside of it, and writes are kept; what follows trains."""
+
+    def run(model, optimizer, gathered):
+        found = fn(model, optimizer, gathered)
+        step(model, optimizer, 1)
+        return found, whole(model)
+
+    model, optimizer = start()
+    step(model, optimizer)
+    expected, trained = run(model, optimizer, contextlib.nullcontext)
+    for got, state in on_ranks(lambda m, o, stage: run(m, o, engine_of(m).gathered)):
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(a, b)
+        assert_same(state, trained)
 
 
 # What is refused where a parameter or a gradient is absent

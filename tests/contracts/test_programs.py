@@ -714,12 +714,13 @@ def test_what_stage_3_has_freed_is_not_used_again():
     message = r"zero_stage=3 does not support backward with create_graph=True, .*; use zero_stage=2"
     with pytest.raises(RuntimeError, match=message):
         run_ranks(ranks, 2, lambda model: penalized(model, 0))
-    with pytest.raises((RuntimeError, TypeError), match=r"TensorWrapper|GradTrackingTensor"):
+    message = r"with zero_stage=3 a transform of torch.func .* shards of it; call it inside `with"
+    with pytest.raises(RuntimeError, match=message):
         run_ranks(ranks, 2, slope)
 
 
 def test_transforms_of_torch_func():
-    """As in plain torch at stages 1 and 2, which keep weights whole."""
+    """As in plain torch at stages 1 and 2, which keep weights whole; stage 3: test_by_hand.py."""
 
     def slopes(model):
         new = {name: p.detach() * 0.5 for name, p in fill(Stack(Plain)).named_parameters()}
