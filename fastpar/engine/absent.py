@@ -1,10 +1,12 @@
 """Placeholders for parameters and gradients that this rank holds only a shard of.
 
 [Note: absent tensors]
-A placeholder reads as nan and refuses writes: a write would be lost, copies and files would hold
-nan without a message, and torch's own errors would be about memory. A parameter is made absent by
-changing its class, which costs nothing while it is whole. If a forward or backward computes with an
-absent parameter, it is gathered; elsewhere autograd would propagate nan, so that is refused.
+A placeholder refuses writes, which would be lost, and copies and files, which would hold nan without
+a message; torch's own errors would be about memory. A gradient's reads as nan. Arithmetic with a
+parameter's is refused, as an average of weights would become nan without a word; its properties,
+views, and conversions for module.to() are placeholders again. A parameter is made absent by
+changing its class, which costs nothing while it is whole. If a forward or backward uses an absent
+parameter, it is gathered.
 
 A parameter that was added to the model or unfrozen after parallelize() has no engine, so each rank
 would train its own. The engine notices it when it reduces gradients. If all others are frozen there
@@ -105,7 +107,7 @@ def _refuse(what: str, name: str, action: str) -> NoReturn:
         )
     raise RuntimeError(
         f"{_COPIES.get(action, f'p.{action}')}: this rank holds only a shard of parameter "
-        f"'{name}'; write, copy and save parameters inside "
+        f"'{name}'; read, write, copy and save parameters inside "
         "`with fastpar.engine_of(model).gathered():`, on all ranks"
     )
 
@@ -149,6 +151,13 @@ class Absent(Tensor):
             if not (zeroes and x._what == "gradient"):
                 _refuse(x._what, x._name, name)
             x.zeroed = True
+        first = args[0] if args else None
+        reads = _reads_values(func)
+        if reads:
+            others = args[1:] if isinstance(first, Absent) else args
+            for x in _absent([] if name in _LIKE else [others, *kwargs.values()]):
+                if x._what == "parameter":
+                    _refuse(x._what, x._name, name)
         with torch._C.DisableTorchFunctionSubclass():
             if zeroes:  # there is no memory to write
                 rest = [x for x in _tensors(touched) if not isinstance(x, Absent)]
@@ -156,9 +165,15 @@ class Absent(Tensor):
                     torch._foreach_zero_(rest)
                 return args[0] if name == "zero_" else None
             out = func(*args, **kwargs)
-        first = args[0] if args else None
-        if isinstance(first, Absent) and _share(first, out):
-            return Absent.of(out, first._what, first._name, first._ranks)
+        if isinstance(first, Absent):
+            is_parameter = first._what == "parameter"
+            made = tuple(_tensors(out))
+            views = made and all(_share(first, x) for x in made)
+            if views or (is_parameter and name in _CONVERSIONS):
+                kept = [Absent.of(x, first._what, first._name, first._ranks) for x in made]
+                return kept[0] if isinstance(out, Tensor) else type(out)(kept)
+            if reads and is_parameter:
+                _refuse(first._what, first._name, name)
         return out
 
 
@@ -217,6 +232,8 @@ class AbsentParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
+        if _gather(self):
+            return _data.__get__(self)
         return Absent.of(_data.__get__(self), "parameter", _name_of(self), _ranks_of(self))
 
     @data.setter
@@ -239,17 +256,23 @@ class AbsentParameter(nn.Parameter):
     ) -> Any:
         kwargs, outside = kwargs or {}, []
         if _reads_values(func):
-            used = [x for x in _tensors([args, *kwargs.values()]) if type(x) is AbsentParameter]
+            name = getattr(func, "__name__", "")
+            read = [args[:1]] if name in _LIKE else [args, *kwargs.values()]
+            used = [x for x in _tensors(read) if type(x) is AbsentParameter]
             outside = [p for p in used if not _gather(p)]
+        if outside:
+            p = outside[0]
+            if torch.is_grad_enabled() and p.requires_grad and name not in _WRITERS:
+                raise RuntimeError(
+                    f"{name}: parameter '{_name_of(p)}' is used outside of the model's forward, "
+                    "where this rank holds only a shard of it; use it in the forward, or inside "
+                    "`with fastpar.engine_of(model).gathered():`, on all ranks"
+                )
+            if not args or p is not args[0]:
+                _refuse("parameter", _name_of(p), name)
+            return func(p.data, *args[1:], **kwargs)  # a view is a placeholder, too
         with torch._C.DisableTorchFunctionSubclass():
-            out = func(*args, **kwargs)
-        if outside and any(x.grad_fn is not None for x in _tensors(out)):
-            raise RuntimeError(
-                f"parameter '{_name_of(outside[0])}' is used outside of the model's forward, where "
-                "this rank holds only a shard of it; use it in the forward, or inside "
-                "`with fastpar.engine_of(model).gathered():`, on all ranks"
-            )
-        return out
+            return func(*args, **kwargs)
 
 
 def _gather(p: AbsentParameter) -> bool:
@@ -260,11 +283,15 @@ def _gather(p: AbsentParameter) -> bool:
 
 # Functions that read a parameter's properties, not its values.
 _ABOUT = {
-    "__format__", "__hash__", "__len__", "__repr__", "data_ptr", "dim", "element_size",
-    "get_device", "is_contiguous", "is_complex", "is_floating_point", "ndimension", "nelement",
-    "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
-    "retain_grad", "size", "storage_offset", "stride", "type", "untyped_storage",
+    "__format__", "__hash__", "__len__", "__repr__", "_has_compatible_shallow_copy_type",
+    "_is_view", "_typed_storage", "data_ptr", "dim", "dim_order", "element_size", "get_device",
+    "is_contiguous", "is_complex", "is_floating_point", "is_pinned", "is_same_size", "is_set_to",
+    "is_shared", "ndimension", "nelement", "numel", "register_hook",
+    "register_post_accumulate_grad_hook", "requires_grad_", "result_type", "retain_grad", "size",
+    "storage", "storage_offset", "stride", "type", "untyped_storage",
 }  # fmt: skip
+_LIKE = {"expand_as", "reshape_as", "to", "type_as", "view_as"}  # read only its form
+_CONVERSIONS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"}
 
 
 @functools.cache

@@ -70,13 +70,16 @@ def parallelize(
     """Train model on all ranks of mesh; the training loop does not change.
 
     Gradients are averaged over the ranks, as by torch's DDP. At stage 0 they are in p.grad after
-    backward(), or in p.main_grad if grad_dtype is not the parameter's dtype. At stages 1 to 3 each
-    rank holds a shard of them, which fastpar's optimizers read. If this rank does not hold the
-    gradient, p.grad reads as nan. Setting p.grad to None, or model.zero_grad(), discards the
-    gradient. Several backward() calls before a step accumulate, as in one process.
+    backward(), or in p.main_grad if grad_dtype is not the parameter's dtype; while they are not
+    reduced (no_sync(), accumulate="full"), p.grad is this rank's sum, or nan if deterministic. At
+    stages 1 to 3 each rank holds a shard of them, which fastpar's optimizers read. p.grad is nan
+    then, also where there is no gradient, and None in hooks; engine_of(model).grads() has whole
+    ones. Setting p.grad to None, or model.zero_grad(), discards the gradient. Several backward()
+    calls before a step accumulate, as in one process.
 
-    At stages 1 to 3 parameters read as nan between a step and the next forward, at stage 3 always
-    outside of forward and backward. Inside `with engine_of(model).gathered():` they are whole.
+    At stages 1 to 3 arithmetic with a parameter is refused between a step and the next forward, at
+    stage 3 always outside of forward and backward: averages of weights (torch.optim.swa_utils,
+    teachers) are updated in `with engine_of(model).gathered():`, where parameters are whole.
     state_dict() and load_state_dict() gather by themselves; all ranks must call them.
     A forward may read a weight without calling its module. At stage 3, if that happens outside of
     the weight's block, the block stays whole until the end of backward.
@@ -103,7 +106,7 @@ def parallelize(
         offload: Offload("optimizer") keeps AdamW's state in host memory, where AdamW steps it
             during the next forward; one rank may use it too. Offload("parameters") also moves the
             shards of stage 3. At stages 2 and 3 gradients move to the host as they are reduced.
-            Parameters read as nan between a step and a forward. Pass grad_accum_steps with it.
+            Parameters are absent between a step and a forward. Pass grad_accum_steps with it.
         pipeline: Pipeline(schedule="1f1b", split=(8, 4)): the schedule that places the stages, and
             the layers of each. Train with fastpar.pipeline_step.
         deterministic: sum over ranks and micro-batches in a fixed tree. The bits are then the same

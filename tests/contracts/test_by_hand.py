@@ -9,7 +9,7 @@ import pytest
 import torch
 from programs import STAGES, assert_same, fill
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fastpar import AdamW, Mesh, engine_of, parallelize
 from fastpar.engine.engine import engine_of_parameter
@@ -283,7 +283,7 @@ GRADIENT = (
 )
 PARAMETER = (
     r"p\.\w+: this rank holds only a shard of parameter '[\w.]+'; "
-    r"write, .* inside `with fastpar\.engine_of\(model\)\.gathered\(\):`, on all ranks"
+    r"read, write, .* inside `with fastpar\.engine_of\(model\)\.gathered\(\):`, on all ranks"
 )
 REFUSED = {
     MEMORY: [
@@ -324,6 +324,106 @@ REFUSED = {
 }
 
 
+USED = (
+    r"\w+: parameter '[\w.]+' is used outside of the model's forward, where this rank holds only a "
+    r"shard of it; use it in the forward, or inside `with .*gathered\(\):`, on all ranks"
+)
+READ = {  # of parameters
+    PARAMETER: [
+        lambda p: p.data.norm(),
+        lambda p: p.norm(),
+        lambda p: p.detach().clone(),
+        lambda p: p.detach().numpy(),
+        lambda p: p.data.nan_to_num(),
+        lambda p: p.data[torch.tensor([0])],
+        lambda p: p[0].sum(),
+        lambda p: p.view(-1).tolist(),
+        lambda p: [x.item() for x in p],
+        lambda p: p.data.to(torch.float64) * 2,
+        lambda p: torch.cat([torch.zeros(C), p.data]),
+        lambda p: torch.zeros(C).lerp_(p.data, 0.1),
+        lambda p: torch.zeros(C).copy_(p.detach()),
+        lambda p: torch._foreach_lerp_([torch.zeros(C)], [p.detach()], 0.1),
+        lambda p: torch.add(1, p.data, out=torch.zeros(C)),
+        lambda p: torch.zeros(C).lerp_(p, 0.1),
+        lambda p: torch._foreach_add_([torch.zeros(C)], [p]),
+        lambda p: torch.stack([p, p]),
+    ],
+    USED: [
+        torch.enable_grad()(lambda p: p.tolist()),
+        torch.enable_grad()(lambda p: p > 0),
+        torch.enable_grad()(lambda p: p.square().sum()),
+    ],
+}
+
+
+def swa(model):
+    return AveragedModel(model)
+
+
+def ema(model):
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+
+def own_average(model):
+    """As people write it, on parameters and with a dict."""
+    average = copy.deepcopy(model)
+    average.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(model):
+        for q, p in zip(average.parameters(), model.parameters()):
+            q.data.lerp_(p.data, 0.1)
+        for name, p in model.named_parameters():
+            average.shadow[name].lerp_(p, 0.1)
+
+    average.update_parameters = update
+    return average
+
+
+@pytest.mark.parametrize("build", [swa, ema, own_average])
+def test_averages_of_weights_are_those_of_plain_torch_or_refused(build):
+    """Never nan: a refused update leaves the average as it was."""
+
+    def train(model, optimizer, gathered, refused=None):
+        with gathered():
+            average = build(model)
+        for i in range(3):
+            step(model, optimizer, i)
+            if refused:
+                before = whole(average)
+                with pytest.raises(RuntimeError, match=refused):
+                    average.update_parameters(model)
+                assert_same(before, whole(average))
+            with gathered():
+                average.update_parameters(model)
+        return {**whole(average), **getattr(average, "shadow", {})}
+
+    def run(model, optimizer, stage):
+        return train(model, optimizer, engine_of(model).gathered, PARAMETER)
+
+    model, optimizer = start()
+    step(model, optimizer)
+    expected = train(model, optimizer, contextlib.nullcontext)
+    for got in on_ranks(run, SHARDED):
+        assert_same(got, expected)
+
+
+def test_a_read_of_what_is_not_there_is_refused_at_once():
+    def run(model, optimizer, stage):
+        p = model.head.bias
+        for message, reads in READ.items():
+            for read in reads:
+                with torch.no_grad(), pytest.raises(RuntimeError, match=message):
+                    read(p)
+        form = p.data.view(1, C)[0].t().to(torch.float64)
+        assert (form.shape, form.dtype, p.detach().dim()) == ((C,), torch.float64, 1)
+        assert torch.zeros_like(p.data).type_as(p.data).view_as(p).tolist() == [0] * C
+        return goes_on(model, optimizer)
+
+    assert all(on_ranks(run, SHARDED))
+
+
 READS = (
     *(torch.Tensor.norm, torch.Tensor.sum, torch.clone),
     lambda x: torch.stack([x, x]),
@@ -361,6 +461,59 @@ def test_what_is_refused_at_once(message):
     step(model, optimizer)
     expected = whole(model)
     assert all(on_ranks(run, SHARDED))
+
+
+NAN = "nan"
+
+
+def shown_by_grad(stage, options):
+    """p.grad of a used and of an unused parameter in the moments of two steps, in one place."""
+    mesh = Mesh()
+    model = nn.ModuleDict({"used": nn.Linear(1, 1, bias=False), "not": nn.Linear(1, 1)})
+    parallelize(model, mesh, Parallel.of(zero_stage=stage, **SMALL, **options))
+    engine, p, found = engine_of(model), model["used"].weight, []
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    p.register_post_accumulate_grad_hook(lambda p: note() if len(found) < 4 else None)
+
+    def note():
+        grads = p.grad, model["not"].weight.grad
+        found.append([g if g is None else NAN if g.isnan() else g.item() for g in grads])
+
+    def backward(context):
+        with context:  # 1 on rank 0, 3 on rank 1
+            model["used"](torch.full((1, 1), 1.0 + 2 * mesh.rank)).sum().backward()
+
+    note()
+    for context in (engine.no_sync(), contextlib.nullcontext()):
+        backward(context)
+        note()
+    whole = [g.item() for q, g in engine.grads() if q is p]
+    optimizer.step()
+    note()
+    optimizer.zero_grad(set_to_none=False)
+    note()
+    optimizer.zero_grad()
+    note()
+    return whole, found
+
+
+GRADS = [  # before, in a hook, not reduced, in a hook, reduced, stepped, zero, None
+    (0, {}, [None, (1, 3), (1, 3), (2, 6), 4, 4, 0, None]),
+    (0, {"accumulate": "full"}, [None, (1, 3), (1, 3), (2, 6), 4, 4, 0, None]),
+    (0, {"deterministic": True}, [None, (1, 3), NAN, (1, 3), 4, 4, 0, None]),
+    *((stage, {}, [None, None, NAN, None, NAN, NAN, NAN, None]) for stage in SHARDED),
+]
+
+
+@pytest.mark.parametrize(("stage", "options", "expected"), GRADS)
+def test_what_a_gradient_shows(stage, options, expected):
+    for rank, (whole, found) in enumerate(run_ranks(shown_by_grad, 2, stage, options)):
+        assert whole == [4]
+        assert [used for used, _ in found] == [
+            each[rank] if isinstance(each, tuple) else each for each in expected
+        ]
+        other = [NAN if stage and i in (4, 5, 6) else None for i in range(len(found))]
+        assert [unused for _, unused in found] == other
 
 
 def test_other_memory_is_refused_in_the_next_pass_where_a_parameter_is_there():

@@ -685,8 +685,6 @@ def test_a_loss_that_uses_an_absent_weight_is_refused_by_name():
         match = r"parameter 'blocks\.0\.up\.weight' is used outside of the model's forward"
         with pytest.raises(RuntimeError, match=match):
             p.square().sum()
-        with torch.no_grad():
-            assert p.square().sum().isnan()
         with engine_of(model).gathered():
             assert p.square().sum().isfinite()
         loss = loss_of(model, 1)
