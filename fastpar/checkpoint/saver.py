@@ -74,6 +74,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastpar.axes import every
@@ -92,7 +93,7 @@ from fastpar.checkpoint.manifest import (
     read_manifest,
 )
 from fastpar.comm.host import pinned_bytes
-from fastpar.comm.mesh import gather_objects
+from fastpar.comm.mesh import gather_objects, warn_if_apart
 from fastpar.comm.watchdog import on_this_gpu
 from fastpar.engine.control import gather_errors, gather_numbers
 from fastpar.engine.engine import Engine, engine_of_parameter
@@ -538,6 +539,9 @@ class Saver:
         self.asynchronous, self.overlap = asynchronous, overlap
         self._capture = Capture(model, optimizer, shard_mb=shard_mb)
         self.rank = self._capture.rank
+        others = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
+        if self._capture.engine is None and others:
+            warn_if_apart(f"Saver of {run}", model.parameters(), "writes into one folder")
         self._config = _config_of(model, getattr(tokenizer, "eot", None))
         self._attempt: _Attempt | None = None
         self._preparing: threading.Thread | None = None

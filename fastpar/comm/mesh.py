@@ -17,13 +17,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import hashlib
 import itertools
 import json
 import math
 import os
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic, sleep
@@ -33,6 +37,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastpar.comm.nodes import (
     LOOPBACK,
@@ -179,6 +186,8 @@ class Mesh:
         for axes in (AXES, DATA_AXES, TP_AXES):
             if self.size(*axes) > 1:
                 self.group(*axes)
+        if world_size > 1:
+            _watch_steps(world_size)
         if replicas > 1:
             apart = [list(range(number, world_size, size)) for number in range(size)]
             vars(self)["outer_group"] = self._make_group(apart, ["outer replicas"])
@@ -405,6 +414,69 @@ def _set_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
     set_timeout: Any = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     if set_timeout is not None and dist.get_backend() not in ("threaded", "fake"):
         set_timeout(timedelta(seconds=timeout_s), group)
+
+
+# Models that were not parallelized
+
+
+class _Here(threading.local):
+    """What this thread has done: ranks may be threads."""
+
+    ranks = 1  # of the newest Mesh
+
+    def __init__(self) -> None:
+        self.checked: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that have stepped
+
+
+_here = _Here()
+_lock = threading.Lock()
+_watched = False
+
+
+def _watch_steps(ranks: int) -> None:
+    """Warn at the first step of optimizers whose parameters are not kept equal on these ranks."""
+    global _watched
+    _here.ranks = ranks
+    with _lock:
+        if not _watched:
+            register_optimizer_step_pre_hook(_before_step)
+            _watched = True
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _here.ranks == 1 or optimizer in _here.checked:
+        return
+    _here.checked.add(optimizer)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    warn_if_apart(f"{type(optimizer).__name__}.step", params, "trains a model of its own")
+
+
+def warn_if_apart(caller: str, params: Iterable[Tensor], does: str) -> None:
+    """Warn if this thread has a Mesh of several ranks and nothing keeps these parameters equal.
+
+    Args:
+        does: what each rank does then.
+    """
+    ranks, known = _here.ranks, list(params)
+    if ranks == 1 or not known or not dist.is_initialized() or any(map(_is_shared, known)):
+        return
+    mine = set(known)
+    for held in gc.get_objects():  # DDP leaves no mark on parameters
+        kind = type(held)
+        wraps = issubclass(kind, DistributedDataParallel) or kind.__name__ == "DeepSpeedEngine"
+        if wraps and not mine.isdisjoint(held.parameters()):
+            return
+    warnings.warn(
+        f"{caller}: the Mesh has {ranks} ranks, but these parameters belong to no engine, DDP or "
+        f"FSDP, so each rank {does}; call fastpar.parallelize(model, mesh) first",
+        stacklevel=4,
+    )
+
+
+def _is_shared(p: Tensor) -> bool:
+    """Whether a parameter has an engine, or belongs to FSDP."""
+    marks = ("_fastpar_engine", "_is_flat_param", "_fsdp_flattened")
+    return is_traceable_wrapper_subclass(p) or any(hasattr(p, mark) for mark in marks)
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

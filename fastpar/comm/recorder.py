@@ -19,6 +19,7 @@ The engine's own account of a step is its CollectiveLog: a StepReport, and hashe
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections import deque
@@ -407,11 +408,12 @@ class CollectiveLog:
         timer: of the steps.
         hashes: of the reductions and of the gathers launched since the last step.
         n_reductions: number of reductions of all buckets; names the step in errors.
+        n_steps: number of steps that ended.
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
         self.timer, self._rank = StepTimer(device), rank
-        self.hashes, self.n_reductions = [0, 0], 0
+        self.hashes, self.n_reductions, self.n_steps = [0, 0], 0, 0
 
     def note(self, kind: int, bucket: int) -> None:
         """Hash the launch of a bucket's reduction (0) or gather (1)."""
@@ -446,8 +448,26 @@ class CollectiveLog:
         except RuntimeError as error:
             if str(error).startswith("Engine:"):
                 raise
+            advice = "if another rank stopped or skipped a collective, its own message says why"
+            if gone := _gone(str(error)):
+                advice = (
+                    f"{gone} has ended after step {self.n_steps}; unless its own message says why, "
+                    "give every rank the same number of batches, and save on every rank"
+                )
             raise RuntimeError(
                 f"Engine: rank {self._rank} failed while {action} bucket {bucket} of step "
-                f"{self.n_reductions} ({error}); if another rank stopped or skipped a collective, "
-                "its own message says why"
+                f"{self.n_reductions} ({error}); {advice}"
             ) from error
+
+
+def _gone(error: str) -> str | None:
+    """The rank that has left the run, by the error of a collective; None: nothing says so.
+
+    All ranks of an engine end the same steps, as each has an exchange between them.
+    """
+    if found := re.search(r"(rank \d+) closed its group|the process of (rank \d+) ended", error):
+        return found[1] or found[2]
+    if "closed by peer" not in error and "reset by peer" not in error:
+        return None
+    of_two = re.search(r"failed on rank ([01]) of 2 ", error)
+    return "another rank" if of_two is None else f"rank {1 - int(of_two[1])}"

@@ -1,12 +1,11 @@
 """Placeholders for parameters and gradients that this rank holds only a shard of.
 
 [Note: absent tensors]
-A placeholder refuses writes, which would be lost, and copies and files, which would hold nan without
-a message; torch's own errors would be about memory. A gradient's reads as nan. Arithmetic with a
-parameter's is refused, as an average of weights would become nan without a word; its properties,
-views, and conversions for module.to() are placeholders again. A parameter is made absent by
-changing its class, which costs nothing while it is whole. If a forward or backward uses an absent
-parameter, it is gathered.
+A placeholder refuses writes, which would be lost, and copies and files, which would hold nan. A
+gradient's reads as nan. Arithmetic with a parameter's is refused, as an average of weights would
+become nan without a word; its properties, views, and conversions for module.to() are placeholders
+again. A parameter is made absent by changing its class, which costs nothing while it is whole. If a
+pass uses an absent parameter, it is gathered.
 
 A parameter that was added to the model or unfrozen after parallelize() has no engine, so each rank
 would train its own. The engine notices it when it reduces gradients. If all others are frozen there

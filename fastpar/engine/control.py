@@ -6,15 +6,19 @@ and texts exchanged outside of a step.
 These are int64 words of each rank, gathered by all, so that every rank sums the same numbers in the
 same order. On a GPU the words stay on the device; what the host checks is read a step later.
 
-[Note: begin] At stage 3 a forward gathers parameters, while the exchange uses another group: ranks
+[Note: begin] At stage 3 a pass gathers parameters, while the exchange uses another group: ranks
 with different numbers of micro-batches would wait for each other forever. So CPU ranks exchange
-what they begin, a step or a pass of the model, and report the first difference at once. On a GPU
-that would make the host wait; there the watchdog names the rank that is late.
+what they begin, a step, a pass of the model or a state_dict(), and report the first difference at
+once. On a GPU that would make the host wait; there the watchdog names the rank that is late.
+
+A rank without a backward in a step counts as 0 in the mean over all ranks, as a rank that has
+joined DDP's Join does. Nobody announced it, so each rank warns.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -32,7 +36,9 @@ from fastpar.kernels.global_norm import NORM_WORDS
 _BITS = 62
 _TEXT_BYTES = 2048
 MOST_LATE = 4  # steps whose words have not been compared yet
-BEGINS = ("a step", "a forward", "a forward without gradients")
+BEGINS = (
+    "a step", "a forward", "a forward without gradients", "a backward", "state_dict() or gathered()"
+)  # fmt: skip
 _HEAD = 5  # hashes of two kinds of collectives, backwards, hash of cleared gradients, tokens
 
 
@@ -235,7 +241,8 @@ class Control:
                 raise RuntimeError(
                     f"Engine: ranks differ: rank {rank} begins {BEGINS[theirs]} after {count} "
                     f"micro-batches, rank 0 {BEGINS[said[0][0]]} after {said[0][1]}; give every "
-                    "rank the same number of micro-batches, or none, and evaluate on every rank"
+                    "rank the same number of micro-batches, or none, and evaluate and save on "
+                    "every rank"
                 )
 
     def used_anywhere(self, parameter: int) -> bool:
@@ -285,6 +292,17 @@ def _compare(heads: Tensor, first_rank: int) -> None:
                 f"Engine: ranks {first} and {rank} launched different collectives, as they ran "
                 "different parts of the model; restart from a checkpoint"
             )
+    # A rank that counted 0 tokens has said so.
+    idle = [rank for rank, row in enumerate(rows, first_rank) if not row[2] and row[4]]
+    if busy and idle:
+        many, one = len(idle) > 1, idle[0]
+        warnings.warn(
+            f"Engine: {f'ranks {idle}' if many else f'rank {one}'} ran no backward before a step, "
+            f"others did; {'they count' if many else 'it counts'} as 0 in the mean of the "
+            f"gradients over all {len(rows)} ranks; give every rank a backward, or count tokens "
+            "(engine.count_tokens(0) on a rank without any)",
+            stacklevel=2,
+        )
     for rank, row in enumerate(rows, first_rank):
         if row[3] != rows[0][3]:
             raise RuntimeError(

@@ -23,6 +23,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import math
 import random
 import time
 import weakref
@@ -50,6 +51,7 @@ from fastpar.engine.shards import Shards
 _CHUNK = 1 << 23  # bytes of a checksum at a time
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed word
 _CLASSES = 4  # whole or piece, split along tp or not
+_FIRST = 2  # forwards whose inputs are compared without being asked
 _CYCLES_PER_MS = 1_500_000  # of a GPU, approximately
 
 
@@ -62,8 +64,8 @@ class Debug:
         poison: fill buffers with nan before they are freed.
         delay_ms: start every collective after a random delay of up to this; 0: at once.
         seed: of the delays.
-        check_inputs: before each forward compare the model's tensor arguments over the ranks of a
-            tp group, which must be equal.
+        check_inputs: before each forward, not only the first ones, compare the model's tensor
+            arguments over the ranks of a tp or cp group, which must be equal.
         bus_gb_s: run offload without a GPU, over a simulated bus of this speed in each direction
             (see comm/host.py); 0: off.
         collectives: makes the collectives of (process group, role) instead of the transport.
@@ -135,24 +137,38 @@ class Delays:
 class InputCheck:
     """Compares the inputs of one model over the ranks of a tp or cp group.
 
+    With different ones their losses would be those of a mixture, and equal.
+
     Args:
         group: of these ranks; axis: their axis.
+        most: number of forwards to compare.
     """
 
-    def __init__(self, group: Collectives, axis: str = "tp") -> None:
-        self.group, self.axis = group, axis
+    def __init__(self, group: Collectives, axis: str = "tp", most: float = math.inf) -> None:
+        self.group, self.axis, self._left = group, axis, most
+        self._handle: Any = None
 
     @classmethod
     def attach_all(cls, engine: Any, model: nn.Module, groups: Mapping[str, Collectives]) -> None:
-        """Attach one per axis whose ranks must have the same inputs, if check_inputs is set."""
-        for axis, group in groups.items() if engine.debug.check_inputs else ():
-            engine.input_checks.append(cls(group, axis))
-            engine.input_checks[-1].attach(model)
+        """Attach one per axis whose ranks must have the same inputs."""
+        most = math.inf if engine.debug.check_inputs else _FIRST
+        for axis, group in groups.items():
+            engine.input_checks.append(cls(group, axis, most))
+            if engine.shards.stages is None:  # else pipeline_step() calls look()
+                engine.input_checks[-1].attach(model)
 
     def attach(self, model: nn.Module) -> None:
-        """Compare before each forward, as long as this object is referenced."""
-        hook = Hook(weakref.ref(self), InputCheck.compare)
-        model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        """Compare before forwards, as long as this object is referenced."""
+        hook = Hook(weakref.ref(self), InputCheck.look)
+        self._handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+    def look(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """compare(), until enough forwards were compared."""
+        if self._left > 0 and not _capturing(self.group.device):
+            self._left -= 1
+            self.compare(model, args, kwargs)
+        if self._left <= 0 and self._handle is not None:
+            self._handle.remove()
 
     @torch.no_grad()
     def compare(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -223,6 +239,10 @@ class InputCheck:
     def _gather(self, x: Tensor) -> Tensor:
         """[W, *x.shape]: the tensors of all ranks, on the host."""
         return self.group.gathered(x.to(self.group.device)).cpu()
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _named_tensors(

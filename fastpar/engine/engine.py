@@ -213,9 +213,9 @@ class Engine:
 
     # Forward
 
-    def before_gathers(self, with_grad: bool) -> None:
-        """A forward of the whole model is about to gather; see control.py, [Note: begin]."""
-        self._say_begin("a forward" if with_grad else "a forward without gradients")
+    def before_gathers(self, name: str) -> None:
+        """A pass of the whole model is about to gather; see control.py, [Note: begin]."""
+        self._say_begin("a forward without gradients" if name == "evaluation" else f"a {name}")
 
     def before_forward(self, with_grad: bool) -> None:
         """A forward of the whole model begins."""
@@ -313,6 +313,7 @@ class Engine:
         self.log.hashes = [0, 0]
         self._cleared.clear()
         if before is not StepPhase.STEPPED:
+            self.log.n_steps += 1
             self.tree_ms = sum(bucket.take_tree_ms() for bucket in self.buckets)
             self.report = self.log.timer.end_step()
             if self.debug.check_replicas:
@@ -450,9 +451,13 @@ class Engine:
 
     # Gradients and parameters
 
-    def gathered(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
         """Make all parameters whole inside; see Shards.gathered. Ranks: all."""
-        return self.shards.gathered()
+        if self.stage.frees_parameters and not self.shards.is_gathered:
+            self._say_begin("state_dict() or gathered()")
+        with self.shards.gathered():
+            yield
 
     def grads(self) -> list[tuple[nn.Parameter, Tensor]]:
         """(parameter, whole reduced gradient) in registration order. Ranks: all.

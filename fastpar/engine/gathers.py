@@ -57,8 +57,8 @@ ROOT = 0  # index of the root unit
 class PassListener(Protocol):
     """Is called when the passes of a model begin; these calls may raise."""
 
-    def before_gathers(self, with_grad: bool) -> None:
-        """A forward of the whole model is about to gather, if whole parameters are freed."""
+    def before_gathers(self, name: str) -> None:
+        """A pass of the whole model is about to gather, if whole parameters are freed."""
 
     def before_forward(self, with_grad: bool) -> None:
         """A forward of the whole model begins."""
@@ -166,8 +166,8 @@ class Gathers:
         for index in range(len(self.buckets)):
             if self._is_launched(index):  # by a backward that stopped
                 self.release(index)
-        if self.frees and name != "backward":
-            self._listener.before_gathers(name == "forward")
+        if self.frees:
+            self._listener.before_gathers(name)
         self._pass = self._passes[name, self.part]
         self._pass.begin()
         for known in (self._opened, self._inside, self._done):
@@ -284,9 +284,12 @@ class Gathers:
         self.entered.clear()
 
     def participate(self) -> None:
-        """Launch what the other ranks launch, on a rank without a batch in this step."""
-        if self.frees and "forward" not in self.passes_since_step:
+        """Launch what the other ranks launch, on a rank without a batch in this step, or without a
+        backward."""
+        if self.frees:
             for name in ("forward", "backward"):
+                if name in self.passes_since_step:
+                    continue
                 self.begin(name)
                 for index in list(self._pass.recorded):
                     if not self._is_live(index) and not self._is_launched(index):

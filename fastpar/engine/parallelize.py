@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from fastpar.comm.collectives import Collectives, OneRank
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.transports import make_collectives
 from fastpar.comm.wires import CODES, Encoders, rounded_weights
-from fastpar.engine.absent import guard_optimizers, refuse_ddp
+from fastpar.engine.absent import Hook, guard_optimizers, refuse_ddp
 from fastpar.engine.bucket import STAGES, BucketGroups, BucketState, Settings, Stage
 from fastpar.engine.control import prove_together
 from fastpar.engine.debug import Debug, InputCheck
@@ -198,7 +199,7 @@ def parallelize(
     refuse_ddp(model)
     Places.offer(engine)
     guard_optimizers(engine)
-    guard_state_dicts(model, shards)
+    guard_state_dicts(model, shards, Hook(weakref.ref(engine), Engine.gathered))
     InputCheck.attach_all(engine, model, making.same_inputs)
     return model
 

@@ -82,6 +82,8 @@ def pipeline_step(
     """
     _check("pipeline_step", idx, targets, micro_batches, reduction, rng_keys, positions)
     engine, many = engine_of(model), micro_batches
+    for check in engine.input_checks:
+        check.look(model, (), {"idx": idx, "targets": targets})
     ops = _schedule(engine, many, schedule)
     gpt: Any = model
     keys = gpt.draw_keys(many, idx.device) if rng_keys is None else torch.stack([*rng_keys])

@@ -91,7 +91,8 @@ class Shards:
 
     def gather(self, buckets: Iterable[BucketState]) -> None:
         """Make the parameters of some buckets whole, as they are stepped. Ranks: all."""
-        buckets = list(buckets)
+        # In the order of a forward: if one rank calls this, the others' next forward meets it.
+        buckets = sorted(buckets, key=lambda bucket: (bucket.spec.unit, -bucket.spec.index))
         for bucket in buckets:
             if bucket.rounds and not bucket.exact:
                 bucket.finish_gather()
@@ -429,11 +430,18 @@ class Shards:
         return known
 
 
-def guard_state_dicts(model: nn.Module, shards: Shards) -> None:
-    """Make state_dict() and load_state_dict() use whole tensors. Ranks: all call them."""
+Gathered = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+def guard_state_dicts(model: nn.Module, shards: Shards, gathered: Gathered) -> None:
+    """Make state_dict() and load_state_dict() use whole tensors. Ranks: all call them.
+
+    Args:
+        gathered: the engine's, by a weak reference.
+    """
     if not (shards.shares or shards.settings.by_unit):
         return
-    guard = _StateDicts(weakref.ref(shards))
+    guard = _StateDicts(weakref.ref(shards), gathered)
     for module in model.modules():
         if next(module.parameters(), None) is not None:
             module.register_state_dict_pre_hook(guard.begin)
@@ -445,8 +453,12 @@ def guard_state_dicts(model: nn.Module, shards: Shards) -> None:
 class _StateDicts(NotCopied):
     """Keeps gathered() open between two hooks."""
 
-    def __init__(self, shards: Callable[[], Shards | None] = lambda: None) -> None:
-        self._shards = shards
+    def __init__(
+        self,
+        shards: Callable[[], Shards | None] = lambda: None,
+        gathered: Gathered = contextlib.nullcontext,
+    ) -> None:
+        self._shards, self._gathered = shards, gathered
         self._open: contextlib.ExitStack | None = None
         self._outer: Callable[[], nn.Module | None] = lambda: None  # the module of the call
 
@@ -456,7 +468,7 @@ class _StateDicts(NotCopied):
             return
         self._close()  # of a call that failed
         self._outer, self._open = weakref.ref(module), contextlib.ExitStack()
-        self._open.enter_context(shards.gathered())
+        self._open.enter_context(self._gathered())
 
     def begin_load(
         self, module: nn.Module, state: dict, prefix: str, *args: Any, **kwargs: Any

@@ -393,6 +393,13 @@ def begins_another(more):
     return body
 
 
+def saves_alone(loop):
+    play("b0 step")(loop, 0)
+    if loop.rank == 0:
+        loop.model.state_dict()
+    play("clear b10 step")(loop, 0)
+
+
 BEGIN = "Engine: ranks differ: rank 1 begins "
 REFUSED = [
     *(
@@ -443,6 +450,12 @@ REFUSED = [
         )
         for transport in ("shm", "torch")
     ),
+    (
+        saves_alone,
+        BEGIN + r"a forward after 0 .*, rank 0 state_dict\(\) or gathered\(\) after 0; .* and save",
+        (3,),
+        {},
+    ),
 ]
 
 
@@ -451,6 +464,23 @@ def test_loops_that_are_refused(body, message, stages, options):
     for stage in stages:
         with pytest.raises(RuntimeError, match=message):
             on_two(body, stage, **options)
+
+
+def test_a_state_dict_of_one_rank_meets_the_next_forward_of_the_others():
+    """Stages 1 and 2, which gather the same in both: nobody waits for the time-out."""
+
+    def all_save(loop):
+        play("b0 step")(loop, 0)
+        loop.model.state_dict()
+        play("clear b10 step")(loop, 0)
+
+    def saved(body):
+        return lambda loop: (body(loop), {**loop.model.state_dict()})[1]
+
+    for stage in (1, 2):
+        alone, together = (on_two(saved(body), stage) for body in (saves_alone, all_save))
+        for a, b in zip(alone, together, strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in b)
 
 
 def test_main_gradients_are_cleared_by_hand():

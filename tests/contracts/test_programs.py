@@ -663,6 +663,17 @@ CASES |= {
 }
 
 
+def all_but_one_backward(model, i):
+    """A rank whose loss was not good enough."""
+    loss = loss_of(model, i)
+    if i != 3:
+        loss.backward()
+
+
+CASES["a rank without a backward"] = Case(backward=all_but_one_backward, stages=(2, 3))
+
+
+@pytest.mark.filterwarnings("ignore:.*ran no backward before a step:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("turn", [0, slow(1), slow(2)])
 @pytest.mark.parametrize("name", CASES)

@@ -1,6 +1,7 @@
 """What the exchange of a step carries, and what it notices."""
 
 import contextlib
+import warnings
 from typing import NamedTuple
 
 import pytest
@@ -102,7 +103,7 @@ def test_one_rank_talks_to_itself_and_nobody_may_have_a_token():
         ({"backwards": 2}, "2 backward passes on rank 1, 1 on rank 0; give every"),
         ({"hashes": (1, 3)}, "ranks 0 and 1 launched different collectives, .*; restart from"),
         ({"tokens": None}, r"rank 1 did not call count_tokens\(\), others did; call it on every"),
-        ({"backwards": 0, "hashes": (0, 0)}, None),  # no batch
+        ({"backwards": 0, "hashes": (0, 0)}, None),  # no batch, which warns
     ],
 )
 def test_ranks_out_of_step_are_told(of_rank_1, message):
@@ -117,6 +118,22 @@ def test_ranks_out_of_step_are_told(of_rank_1, message):
             exchange(c, **given)
 
     run_ranks(ranks, 2)
+
+
+def test_a_rank_without_a_backward_is_told_unless_it_counts_its_tokens():
+    def ranks(tokens):
+        c, rank = control()
+        if tokens is not None:
+            c.count_tokens(tokens[rank])
+        exchange(c, **({"backwards": 0, "hashes": (0, 0)} if rank == 1 else {}))
+
+    words = r"rank 1 ran no backward before a step, .* counts as 0 in the mean .* all 2 ranks; give"
+    for tokens in (None, (4, 4)):
+        with pytest.warns(UserWarning, match=words):
+            run_ranks(ranks, 2, tokens)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_ranks(ranks, 2, (4, 0))
 
 
 class LateEvent:

@@ -8,6 +8,7 @@ import itertools
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
+from fastpar import GPT, AdamW, GPTConfig, Mesh, Saver, engine_of, parallelize
 from fastpar.kernels import _C
 from fastpar.optim import adamw as optim
 from fastpar.optim.adafactor import Adafactor
@@ -361,6 +362,56 @@ def test_stock_optimizers_step_at_stage_0_and_beside_engines():
     p.grad = torch.ones(3)
     torch.optim.SGD([p], lr=0.5).step()
     assert p.tolist() == [0.5] * 3
+
+
+def steps_without_an_engine(wrap, cls, tmp_path):
+    mesh = Mesh()
+    model = wrap(stack(), mesh)
+    optimizer = cls(model.parameters(), lr=0.1)
+    Saver(tmp_path, model=model)
+    for _ in range(2):
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+
+
+def test_a_model_that_was_not_parallelized_is_told_at_its_first_step(tmp_path):
+    def forgotten(model, mesh):
+        return model
+
+    for cls in (AdamW, torch.optim.AdamW):
+        with pytest.warns(UserWarning, match="has 2 ranks, but") as told:
+            run_ranks(steps_without_an_engine, 2, forgotten, cls, tmp_path)
+        texts = sorted(str(each.message) for each in told if "has 2 ranks" in str(each.message))
+        name = (
+            f"{cls.__name__}.step: the Mesh has 2 ranks, but these parameters belong to no engine"
+        )
+        assert texts[0].startswith(name)
+        assert texts[0].endswith(
+            "trains a model of its own; call fastpar.parallelize(model, mesh) first"
+        )
+        assert len(texts) == 3  # a step on each rank, and the Saver of the second
+        assert texts[2].startswith(f"Saver of {tmp_path}: the Mesh has 2 ranks")
+        assert "each rank writes into one folder" in texts[2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_ranks(steps_without_an_engine, 2, parallelize, AdamW, tmp_path)
+        run_ranks(steps_without_an_engine, 1, forgotten, AdamW, tmp_path)
+
+
+def quiet(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for wrap in (lambda model, mesh: DistributedDataParallel(model), fsdp):
+            steps_without_an_engine(wrap, torch.optim.AdamW, tmp_path)
+
+
+def fsdp(model, mesh):
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+
+
+@pytest.mark.slow
+def test_models_of_ddp_and_fsdp_are_not_told_so(tmp_path):
+    run_ranks(quiet, 2, tmp_path, backend="gloo")
 
 
 @pytest.mark.parametrize(

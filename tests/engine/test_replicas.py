@@ -12,7 +12,16 @@ import torch
 from cells import sweep
 from torch import nn
 
-from fastpar import GPT, Adafactor, AdamW, GPTConfig, Mesh, engine_of, parallelize
+from fastpar import (
+    GPT,
+    Adafactor,
+    AdamW,
+    GPTConfig,
+    Mesh,
+    engine_of,
+    parallelize,
+    pipeline_step,
+)
 from fastpar.comm.transports import ShmCollectives
 from fastpar.engine import debug
 from fastpar.engine.debug import Debug, checksum
@@ -280,6 +289,29 @@ def test_inputs_that_differ_are_told_on_every_rank():
     assert run_ranks(lambda: call_with(DIFFERENT[0][0], dp=2), 2) == ["ran"] * 2  # others' own
     of_groups = run_ranks(lambda: call_with(lambda r: given(idx_of(r > 1)), tp=2), 4)
     assert of_groups == ["ran"] * 4
+
+
+def test_the_first_forwards_are_compared_without_being_asked():
+    def ranks(axes, bad):
+        mesh = Mesh(**axes)
+        config = GPTConfig(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=30, dropout=0.0)
+        model = parallelize(GPT(config, seed=0), mesh)
+        idx, targets = (torch.arange(24).view(4, 6) for _ in range(2))
+        if "pp" in axes:
+            run = functools.partial(pipeline_step, model, micro_batches=2)
+        else:
+            run = model
+        other = mesh.rank_in("tp", "cp")
+        run(idx, targets)
+        run(idx, targets + other if bad else targets)
+        return run(idx, targets.roll(other, 0)) is not None  # the third is not compared
+
+    for axes, axis in (({"tp": 2}, "tp"), ({"cp": 2}, "cp"), ({"tp": 2, "pp": 2}, "tp")):
+        n = 4 if "pp" in axes else 2
+        assert all(run_ranks(ranks, n, axes, False))
+        words = rf"ranks of a {axis} group got different inputs: argument 'targets' first at index "
+        with pytest.raises(RuntimeError, match=words):
+            run_ranks(ranks, n, axes, True)
 
 
 def compiled():

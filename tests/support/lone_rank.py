@@ -151,6 +151,7 @@ class LoneRun:
         try:
             debug = Debug(collectives=heard(self.ops))
             self.model = parallelize(build(), self.mesh, Parallel.of(**options), debug=debug)
+            engine_of(self.model).input_checks.clear()  # of the first forwards only
             recompute(self.model, mode)
             self.optimizer = AdamW(self.model.parameters())
         except BaseException:
