@@ -250,7 +250,7 @@ class _Plan:
             )
         for name, entries in self._pieces.items():
             saved = {
-                e: torch.empty(found[0].shape, device="meta", dtype=torch.float32)
+                e: torch.empty(found[0].shape, device="meta", dtype=STORED[found[0].dtype])
                 for e, found in entries.items()
             }
             self.optimizer.check_saved(trained[name], saved, where=f"{name} in {self.path}")

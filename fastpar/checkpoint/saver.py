@@ -240,6 +240,8 @@ class Capture:
 
     def __init__(self, model: nn.Module, optimizer: Any, *, shard_mb: float = SHARD_MB) -> None:
         self.model, self.optimizer = model, optimizer
+        if optimizer is not None:
+            optimizer.check_saves()
         self.engine = engine_of_model(model)
         mesh = None if self.engine is None else self.engine.mesh
         self.rank, self.world_size = (0, 1) if mesh is None else (mesh.rank, mesh.world_size)
@@ -311,6 +313,7 @@ class Capture:
         Wire: the weights at ZeRO 3 and with tp; otherwise nothing.
         """
         if self.optimizer is not None:
+            self.optimizer.check_saves()
             settle(self.optimizer)
         self.allocate()
         self._used = [0] * len(self._blocks)

