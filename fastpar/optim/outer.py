@@ -71,7 +71,8 @@ class Outer:
     Wire: 2 * (M - 1) / M * P values per `every` steps, P being the elements that this rank steps.
     Memory: 8 bytes per element that this rank steps, 4 more with a wire, next to its piece.
     Raises:
-        ValueError: a number out of range; two engines; replicas with different arguments.
+        ValueError: a number out of range; two engines; replicas with different arguments; a
+            second Outer; in a step, a group that was added later.
     """
 
     def __init__(
@@ -83,7 +84,14 @@ class Outer:
         momentum: float = 0.9,
         wire: str = "fp32",
     ) -> None:
-        self._params = [p for group in optimizer.param_groups for p in group["params"]]
+        for hook in optimizer._optimizer_step_post_hooks.values():
+            other = getattr(hook, "__self__", None)
+            if isinstance(other, Outer):
+                raise ValueError(
+                    "Outer: expected an optimizer without an Outer, got one of "
+                    f"every={other.every}; make one Outer for each optimizer"
+                )
+        self._params = _params_of(optimizer)
         engines = {id(e): e for e in map(engine_of_parameter, self._params) if e is not None}
         given = {"outer_every": every, "outer_lr": lr, "outer_momentum": momentum}
         check("Outer", given)
@@ -135,6 +143,12 @@ class Outer:
     @torch.no_grad()
     def _before_step(self, *_: Any) -> None:
         """Begin the outer state at the present weights, where there is none."""
+        now = _params_of(self.optimizer)
+        if [*map(id, now)] != [*map(id, self._params)]:
+            raise ValueError(
+                f"Outer: its optimizer had {len(self._params)} parameters when Outer was made, and "
+                f"now has {len(now)}, which would not all be averaged; add all groups before Outer"
+            )
         state, pieces = self.optimizer.state, self._pieces()
         for i, (p, value) in enumerate(zip(self._params, self._values())):
             entries = state.get(p, {})
@@ -249,6 +263,10 @@ class Outer:
                 if name in entries and entries[name].data_ptr() != view.data_ptr():
                     view.copy_(entries[name])
                 entries[name] = view
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _views(flat: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:

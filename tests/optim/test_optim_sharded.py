@@ -1,5 +1,6 @@
 """Optimizers on parameters of engines: the bits, the state and the decisions of one process."""
 
+import functools
 import math
 import threading
 
@@ -23,9 +24,12 @@ from optimizers import (
 from torch import nn
 
 import fastpar
-from fastpar import AdamW, Mesh
+from fastpar import AdamW, Mesh, Muon
+from fastpar.checkpoint.restore import load_checkpoint
+from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.engine import control
 from fastpar.optim import adamw as optim
+from fastpar.optim.schedule import AveragedWeights
 from fastpar.sharding.placements import Placement, Shard
 from fastpar.testing import run_ranks
 
@@ -80,6 +84,47 @@ def groups(model):
 def sharded(stage, dtype=FP32, seed=0, **options):
     asked = fastpar.Parallel.of(zero_stage=stage, **SMALL, **options)
     return fastpar.parallelize(Bag(dtype, seed), Mesh(), asked)
+
+
+LATE = {  # optimizer of some parameters, and options of the group that is added
+    "AdamW": (adamw, {"lr": 1e-3}),
+    "AdamW, 8-bit": (functools.partial(adamw, moment_dtype=UINT8), {}),
+    "Muon": (functools.partial(Muon, adamw={"lr": 1e-2}), {"adamw": True}),
+    "Muon, a matrix later": (lambda params: Muon([{"params": params, "adamw": True}]), {}),
+    "Sharded": (functools.partial(fastpar.Sharded, torch.optim.RAdam), {"lr": 1e-4}),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_group_added_later_is_stepped_averaged_and_saved_as_in_one_process(name, tmp_path):
+    make, options = LATE[name]
+
+    def ranks(stage):
+        model = sharded(stage)
+        now, later = [model.weight], [model.bias, model.table, model.one]
+        if name == "Muon":
+            now, later = [model.weight, model.table], [model.bias, model.one]
+        elif name == "Muon, a matrix later":
+            now, later = [model.bias, model.table, model.one], [model.weight]
+        optimizer = make(now)
+        average = AveragedWeights(optimizer, 0.5)
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": later, **options})
+            train(model, optimizer, [step])
+            average.update(step)
+        with average.in_the_model():
+            averages = {n: x.clone() for n, x in model.state_dict().items()}
+        path = save_checkpoint(tmp_path, step=4, model=model, optimizer=optimizer)
+        state = optimizer.state_dict()
+        load_checkpoint(path, model=model, optimizer=optimizer)
+        assert_same(optimizer.state_dict()["state"], state["state"])
+        return model.state_dict(), averages, state["state"]
+
+    expected, *_ = run_ranks(ranks, 1, 0)
+    for stage in (0, 2, 3):
+        for got in run_ranks(ranks, 2, stage):
+            assert_same(got, expected)
 
 
 def put(model, grads):
