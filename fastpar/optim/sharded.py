@@ -225,7 +225,7 @@ class Sharded(EngineOptimizer):
     def _new_watch(self, params: Iterable[Tensor]) -> Watch | None:
         """None: the optimizer may do everything."""
         engines = _engines(params)
-        if type(self.inner) in _KNOWN or all(e.mesh.world_size == 1 for e in engines):
+        if all(e.mesh.world_size == 1 for e in engines):
             return None
         return Watch(elementwise=_shares(engines))
 
@@ -234,7 +234,7 @@ class Sharded(EngineOptimizer):
         """Refuse work inside that is not elementwise."""
         if self._watch is None:
             self._watch = self._new_watch(p for p, _ in self._pairs())
-        if self._watch is None:
+        if self._watch is None or _is_known(self.inner):
             yield
             return
         alike = {name for name, entry in self._entries.items() if entry.like}
@@ -276,7 +276,8 @@ class Sharded(EngineOptimizer):
         options, params = _options(group), group["params"]
         if isinstance(options.get("lr"), (float, int, Tensor)):
             options["lr"] = options["lr"] * 0.0 + 0.1  # so that each step can be seen
-        watch, engines = self._new_watch(params), _engines(params)
+        engines = _engines(params)
+        watch = None if _is_known(self.inner) else self._new_watch(params)
         random = torch.Generator("cpu").manual_seed(0)
         draws = torch.randn(_STEPS + 1, _SIZE, generator=random, dtype=torch.float32, device="cpu")
         value, *grads = draws.to(device, dtype)
@@ -510,6 +511,12 @@ def _engines(params: Iterable[Tensor]) -> list[Any]:
 
 def _shares(engines: list[Any]) -> bool:
     return any(engine.shares for engine in engines)
+
+
+def _is_known(inner: torch.optim.Optimizer) -> bool:
+    """Whether a step is that of a class of torch's that is elementwise, and nothing else."""
+    hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
+    return type(inner) in _KNOWN and not hooks and "step" not in vars(inner)
 
 
 def _square() -> Tensor:

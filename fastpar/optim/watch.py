@@ -13,8 +13,8 @@ has that parameter's label, and this is refused, before it is done:
 - random numbers
 
 Limits: kernels that take tensors past torch's operators show only in a tensor that changes without
-one (watching(guarded)). An operator costs some microseconds more. An optimizer that is elementwise
-and reads a shape is refused too.
+one (watching(guarded)). Random numbers of Python and NumPy are not seen. An operator costs some
+microseconds more. An optimizer that is elementwise and reads a shape is refused too.
 """
 
 from __future__ import annotations
@@ -102,6 +102,8 @@ class Watch:
     def run(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator if it is elementwise."""
         kind = _kind(op)
+        if op is torch.ops.aten.index_put_.default and [x.dtype for x in args[1]] == [torch.bool]:
+            kind = "elementwise"  # x[mask] = number
         if kind == "random":
             self._refuse(f"its step draws random numbers ({op}), which ranks do not share")
         if not self.elementwise:

@@ -313,6 +313,26 @@ def test_it_steps_the_optimizer_that_was_given(inner, world, stage):
         assert_same(got, whole.state_dict())
 
 
+def test_torchs_own_optimizers_pass_the_watch_with_their_bits():
+    """A subclass is watched, its base is not."""
+
+    def ranks(stage, tp, names):
+        got = {}
+        for name in names:
+            inner, options = INNERS[name]
+            model = on_ranks(stage, tp=tp)
+            watched = Sharded(type(name, (inner,), {}), groups(model), lr=1e-2, **options)
+            train(model, watched, range(3))
+            got[name] = model.state_dict(), watched.state_dict()["state"]
+        return got
+
+    for stage, tp, names in ((3, 1, INNERS), (0, 2, ("SGD", "NAdam"))):
+        for got in run_ranks(ranks, 2, stage, tp, names):
+            for name, (weights, state) in got.items():
+                assert_same(weights, alone(name, FP32, False)[0], name)
+                assert_same(state, alone(name, FP32, False)[1], name)
+
+
 def test_options_and_groups_reach_the_inner_optimizer():
     def ranks(make):
         model = on_ranks(2) if make is Sharded else bag()
@@ -397,6 +417,18 @@ def writes(lines):
     return own(eval(f"lambda p, grad, lr, state: {lines}", {"torch": torch}))
 
 
+def with_hook(params, **options):
+    """torch's own optimizer, with clipping by the norm of each gradient before a step."""
+    optimizer = optim.SGD(params, **options)
+
+    def clip(optimizer, *_):
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad.div_(p.grad.norm().clamp(min=1e3))
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
 NOT_ELEMENTWISE = [  # optimizer, options, what the refusal names
     (own(to_norm, "Lamb"), {"lr": 0.0}, "Lamb is not elementwise, as its step calls aten.*norm"),
     (own(to_norm, "Lamb"), {"lr": 1e-12}, "Lamb is not elementwise.*use an elementwise optimizer"),
@@ -425,6 +457,7 @@ NOT_ELEMENTWISE = [  # optimizer, options, what the refusal names
     (writes("state.setdefault('history', []).append(grad)"), {}, "keeps a list as 'history'"),
     (own(codes, "AdamW8bit"), {}, "AdamW8bit is not elementwise.*aten.amax"),
     (own(unseen), {}, "changes parameters past torch's operators"),
+    (with_hook, {}, "SGD is not elementwise, as its step calls aten.*norm"),
     (Neighbours, {}, "on two parameters together"),
     (Across, {}, "Across cannot step a part of a tensor"),
     (lambda params: SimpleNamespace(), {}, "expected a class of optimizers"),
