@@ -188,7 +188,8 @@ def test_time_in_which_this_rank_stood_still_is_not_counted():
 import time
 from fastpar.comm.ranks import make_store
 from fastpar.comm.watchdog import Watchdog, waiting
-with Watchdog(0, 2, timeout_s={TIMEOUT_S}, store=make_store()), waiting("all_reduce"):
+store = make_store()
+with Watchdog(0, 2, timeout_s={TIMEOUT_S}, store=store), waiting("all_reduce"):
     print("up", flush=True)
     time.sleep({0.3 + 2.5 * TIMEOUT_S + 0.7})
 print("ended", flush=True)
