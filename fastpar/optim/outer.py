@@ -75,6 +75,8 @@ class Outer:
             second Outer; in a step, a group that was added later.
     """
 
+    every: int
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
