@@ -297,7 +297,7 @@ def norm(N: int, C: int, how: str = "", *, rms: bool = False, bias: bool = True)
         if bias and not rms:
             inputs["bias"] = 0.1 * draw(C)
         if how == "fp32 weights":
-            inputs |= {n: v.float() for n, v in inputs.items() if n != "x"}
+            inputs |= {n: v.float() for n, v in inputs.items() if n != "x" and v is not None}
         return inputs
 
     op, eager = getattr(kernels, _NORMS[rms]), functools.partial(_stock_norm, rms=rms)

@@ -141,7 +141,7 @@ def set_aside(path: Path) -> Path:
     return to
 
 
-def linked(path: str | Path) -> Path:
+def linked(path: str | os.PathLike[str]) -> Path:
     """The folder that a link names now: run/latest moves while a run saves, so follow it once."""
     path = Path(path)
     for _ in range(_LINKS):

@@ -645,11 +645,9 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def _group_of(self, p: Tensor) -> dict[str, Any]:
         known: dict[Tensor, dict[str, Any]] = self.__dict__.get("_groups", {})
-        group = known.get(p)
-        if not any(group is g for g in self.param_groups):  # the groups have changed
+        if not any(known.get(p) is g for g in self.param_groups):  # the groups have changed
             known = self._groups = {q: g for g in self.param_groups for q in g["params"]}
-            group = known[p]
-        return group
+        return known[p]
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("master_weights", "max_grad_norm", "grad_norm", "grad_scale", "found_inf", "_found")
