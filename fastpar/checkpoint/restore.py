@@ -151,7 +151,7 @@ def _linked_on_first(engine: Engine | None, path: Path) -> Path:
     mesh, text = engine.mesh, b""
     if found != path:
         text = os.fsencode(os.path.relpath(found, path.parent))
-    size = torch.tensor([len(text)], device=mesh.device)
+    size = torch.tensor([len(text)], dtype=torch.int64, device=mesh.device)
     mesh.broadcast_([size], *AXES)
     raw = torch.zeros(int(size), dtype=torch.uint8, device=mesh.device)
     if mesh.is_main and text:

@@ -444,7 +444,7 @@ def _watch_steps(ranks: int) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _here.ranks == 1 or optimizer in _here.checked:
+    if _here.ranks == 1 or optimizer in _here.checked or hasattr(optimizer, "_fastpar_inner"):
         return
     _here.checked.add(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"]]

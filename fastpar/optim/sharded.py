@@ -157,7 +157,9 @@ class Sharded(EngineOptimizer):
         return type(self.inner).__name__
 
     def _build(self, groups: list[Any]) -> torch.optim.Optimizer:
-        return self._make(groups, **self._given)
+        built = self._make(groups, **self._given)
+        built._fastpar_inner = True  # type: ignore[attr-defined]  # it steps pieces: comm/mesh.py
+        return built
 
     # Groups
 
