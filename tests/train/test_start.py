@@ -28,7 +28,6 @@ from fastpar.models.hf import load_hf, save_hf
 from fastpar.predict import run as capacity
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.model import GPTConfig
-from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 from fastpar.train import start as start_module
 from fastpar.train.journal import check_out
