@@ -23,6 +23,7 @@ import itertools
 import json
 import math
 import os
+import sys
 import threading
 import uuid
 import warnings
@@ -460,17 +461,24 @@ def warn_if_apart(caller: str, params: Iterable[Tensor], does: str) -> None:
     ranks, known = _here.ranks, list(params)
     if ranks == 1 or not known or not dist.is_initialized() or any(map(_is_shared, known)):
         return
-    mine = set(known)
-    for held in gc.get_objects():  # DDP leaves no mark on parameters
-        kind = type(held)
-        wraps = issubclass(kind, DistributedDataParallel) or kind.__name__ == "DeepSpeedEngine"
-        if wraps and not mine.isdisjoint(held.parameters()):
-            return
+    if "deepspeed" in sys.modules or any(map(_is_of_ddp, known[:1])):
+        return
     warnings.warn(
         f"{caller}: the Mesh has {ranks} ranks, but these parameters belong to no engine, DDP or "
         f"FSDP, so each rank {does}; call fastpar.parallelize(model, mesh) first",
         stacklevel=4,
     )
+
+
+def _is_of_ddp(p: Tensor) -> bool:
+    """Whether a DDP wrapper has this parameter: it leaves no mark on it, but keeps a list."""
+    lists = [held for held in gc.get_referrers(p) if type(held) is list]
+    known = set(map(id, lists))
+    for owner in (owner for held in lists for owner in gc.get_referrers(held)):
+        names = vars(owner) if isinstance(owner, DistributedDataParallel) else owner
+        if isinstance(names, dict) and id(names.get("_module_parameters")) in known:
+            return True
+    return False
 
 
 def _is_shared(p: Tensor) -> bool:
