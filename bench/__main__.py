@@ -4,6 +4,7 @@
     python -m bench layer_norm train:6x384   one bench; one case of one
     python -m bench --commit-results         rows go to bench/results, which the README shows
     python -m bench tune                     tables that a GPU decides (bench/ops/tune.py)
+    python -m bench host                     host time of a step (bench/systems/host.py)
     python -m bench matrix fastpar           one run on every layout (bench/systems/matrix.py)
     python -m bench study wires              what settings do to a loss (bench/systems/study.py)
     python -m bench report                   tables from results (bench/report/report.py)
@@ -30,6 +31,7 @@ from fastpar.comm.ranks import reason
 
 COMMANDS = {  # which are no benches: module with a main()
     "grid": "bench.systems.grid",
+    "host": "bench.systems.host",
     "ingest": "bench.ingest",
     "matrix": "bench.systems.matrix",
     "red_rows": "bench.systems.red_rows",
