@@ -330,7 +330,8 @@ def _step_compiled(
     maximize: bool, zero_grad: bool, seed: int, threads: int, on_cuda: bool,
 ) -> None:  # fmt: skip
     params, grads = columns[0], columns[1]
-    ordered = [in_order(g, p) for p, g in zip(params, grads)]
+    same = [g.stride() == p.stride() for p, g in zip(params, grads)]
+    ordered = grads if all(same) else [in_order(g, p) for p, g in zip(params, grads)]
     hypers_at: list[Tensor | None] = [None] * len(hypers)
     for slot, t in zip(hyper_slots, hyper_tensors):
         hypers_at[slot] = t
@@ -451,9 +452,11 @@ def _have_one_form(columns: list[list[Any]]) -> bool:
     for i, column in enumerate(columns):
         if column[0] is None:
             continue
-        if not all(t.device == device for t in column) or [t.shape for t in column] != forms[i]:
+        if [t.device for t in column] != [device] * len(column):
             return False
-        if column is not grads and not all(t.is_contiguous() for t in column):
+        if [t.shape for t in column] != forms[i]:
+            return False
+        if column is not grads and False in [t.is_contiguous() for t in column]:
             return False
     return True
 
@@ -553,7 +556,7 @@ def adamw_step_(
         return
     count = 1 if isinstance(hypers, Hyper) else len(hypers)
     indices = [0] * n if hyper_index is None else list(hyper_index)
-    if (hyper_index is None and count != 1) or not all(0 <= h < count for h in indices):
+    if (hyper_index is None and count != 1) or False in [0 <= h < count for h in indices]:
         raise ValueError(
             f"adamw_step_: expected hyper_index to name one of {count} hypers for each parameter, "
             f"got hyper_index={hyper_index}; pass one Hyper, or an index for each parameter"
@@ -567,7 +570,7 @@ def adamw_step_(
     columns: list[list[Any]] = [*map(list, (params, grads, exp_avgs, exp_avg_sqs, *optional))]
     stochastic = stochastic_rounding_seed is not None
     if first_indices is None:
-        sizes = (-(-p.numel() // MOMENT_BLOCK) * MOMENT_BLOCK for p in params)
+        sizes = [-(-p.numel() // MOMENT_BLOCK) * MOMENT_BLOCK for p in params]
         first_indices = [*itertools.accumulate(sizes, initial=0)]
     dtypes = ([None if t is None else t.dtype for t in column] for column in columns)
     groups: dict[tuple, list[int]] = {}

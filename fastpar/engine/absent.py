@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map
 
 T = TypeVar("T")
 
@@ -210,6 +211,12 @@ def engine_of(p: Tensor) -> Any:
     return None if link is None else link.target
 
 
+def engines_of(params: Iterable[Tensor]) -> list[Any]:
+    """engine_of() each of them."""
+    links = [getattr(p, "_fastpar_engine", None) for p in params]
+    return [None if link is None else link.target for link in links]
+
+
 def _name_of(p: Tensor) -> str:
     engine = engine_of(p)
     return "?" if engine is None else engine.shards.name_of(p)
@@ -253,7 +260,7 @@ class AbsentParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs, outside = kwargs or {}, []
+        kwargs, outside, used = kwargs or {}, [], []
         if _reads_values(func):
             name = getattr(func, "__name__", "")
             read = [args[:1]] if name in _LIKE else [args, *kwargs.values()]
@@ -270,6 +277,8 @@ class AbsentParameter(nn.Parameter):
             if not args or p is not args[0]:
                 _refuse("parameter", _name_of(p), name)
             return func(p.data, *args[1:], **kwargs)  # a view is a placeholder, too
+        if used:
+            args, kwargs = tree_map(_weight, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -278,6 +287,14 @@ def _gather(p: AbsentParameter) -> bool:
     """Gather p if a pass runs; returns whether one does."""
     gathers = getattr(engine_of(p), "gathers", None)
     return gathers is not None and gathers.use(p)
+
+
+def _weight(x: Any) -> Any:
+    """What a forward computes with in place of a parameter that was gathered; see bucket.py."""
+    if not isinstance(x, nn.Parameter) or (engine := engine_of(x)) is None:
+        return x
+    bucket, position = engine.shards.places.get(x, (None, 0))
+    return x if bucket is None else bucket.weight(position)
 
 
 # Functions that read a parameter's properties, not its values.
@@ -313,18 +330,6 @@ for _action in (*_WRITERS, *_COPIES):
     setattr(AbsentParameter, _action, _refusing(_action))
 
 
-def hide(p: nn.Parameter) -> None:
-    """Make the parameter absent; its data are nans."""
-    if type(p) is nn.Parameter:
-        p.__class__ = AbsentParameter
-
-
-def show(p: nn.Parameter) -> None:
-    """Undo hide(), before the parameter gets its values."""
-    if type(p) is AbsentParameter:
-        p.__class__ = nn.Parameter  # type: ignore[assignment]
-
-
 class Marks:
     """Remembers what p.grad was at the end of a backward, to notice changes until the next.
 
@@ -353,22 +358,20 @@ class Marks:
     def put(self, positions: Iterable[int], *, hidden: bool) -> None:
         """Remember p.grad after a backward; hidden: put placeholders into p.grad."""
         self.hidden = hidden
-        self._marks.clear()
-        for position in positions:
-            p = self._params[position]
-            if hidden:
-                p.grad = self._placeholder(position)
-            if p.grad is not None:
-                self._marks[position] = p.grad
-
-    def _placeholder(self, position: int) -> Absent:
-        p, known = self._params[position], self._placeholders
-        if position not in known:
+        params, known = self._params, self._placeholders
+        if not hidden:
+            grads = {position: params[position].grad for position in positions}
+            self._marks = {i: grad for i, grad in grads.items() if grad is not None}
+            return
+        for position in set(positions).difference(known):
+            p = params[position]
             nan = torch.full((), float("nan"), dtype=p.dtype, device=p.device)
             name = self._name(position)
             known[position] = Absent.of(nan.expand(p.shape), "gradient", name, self._ranks)
-        known[position].zeroed = False
-        return known[position]
+        self._marks = {position: known[position] for position in positions}
+        for position, mark in self._marks.items():
+            params[position].grad = mark
+            mark.zeroed = False  # type: ignore[attr-defined]
 
     def lift(self) -> None:
         """Remove placeholders before a backward, in which autograd must find none."""
@@ -456,12 +459,10 @@ def guard_optimizers(engine: Any) -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not getattr(optimizer, "steps_engines", False):
         _refuse_sharded(optimizer)
-    strangers = {
-        p
-        for group in (optimizer.param_groups if _here.engines else ())
-        for p in group["params"]
-        if p.requires_grad and engine_of(p) is None
-    }
+    groups = optimizer.param_groups if _here.engines else ()
+    params = [p for group in groups for p in group["params"]]
+    found = zip(params, engines_of(params))
+    strangers = {p for p, engine in found if engine is None and p.requires_grad}
     for engine in list(_here.engines) if strangers else ():
         model = engine.shards.model()
         if model is not None and not strangers.isdisjoint(model.parameters()):

@@ -11,15 +11,26 @@
 `zero_stage` is a number only in arguments and reports; code reads a field of Stage. The state of
 a step and of a bucket is a phase; tables say which phase may follow which.
 
-Where gradients live: autograd puts its own tensor into p.grad; take() copies it into the bucket, or
-adds it. Nothing is zeroed beforehand: slots of parameters without a gradient keep old bytes until
-fill_missing(). At stage 0 p.grad is then a view of the bucket (p.main_grad if the gradient's dtype
-is not the parameter's); at other stages p.grad is None.
+Where gradients live: the bucket's node gets them from autograd ([Note: nodes]), and take_all()
+copies them into the bucket, or adds them. A parameter that is used without its module has a hook of
+its own, and take(). Nothing is zeroed beforehand: slots of parameters without a gradient keep old
+bytes until fill_missing(). At stage 0 p.grad is then a view of the bucket (p.main_grad if the
+gradient's dtype is not the parameter's); at other stages p.grad is None.
 
 Stale parameters: after a step a rank holds only its own shard of the new parameters; at stage 3
 also between uses. Until they are gathered, p.data is a placeholder of the right shape with one nan
 for all elements: readers see nans instead of old values, and do not touch freed memory, which would
 crash. Tensors that autograd saved keep the storage, which is resized and filled again in place.
+
+[Note: nodes]
+Each bucket has one autograd node: its outputs are the weights of forwards, its backward has their
+gradients. While a forward runs, `module._parameters` has outputs of the node instead of the
+parameters, in the same memory. So autograd calls Python once for a bucket, when the gradients of
+all uses are there, instead of once for a parameter. The node is made once and serves every forward.
+
+What reads a parameter itself, outside of its module's forward (a regularizer in the loss, a list of
+weights that a module keeps), is right as well: its gradient comes by the parameter's own hooks. So
+do the gradients of parameters with hooks of other code, which are not lent.
 
 Secondary shards: the ranks of a node together keep what the first gather of a step, over all ranks,
 has brought, with the values of forwards (rounded if wire_weights rounds). Later gathers of the
@@ -33,7 +44,9 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -43,15 +56,12 @@ from torch import Tensor, nn
 
 from fastpar.comm.collectives import DONE, Collectives, Handle, PairwiseSum, started
 from fastpar.comm.wires import Encoders, Unsent
-from fastpar.engine.absent import AbsentParameter, Marks, hide, show
+from fastpar.engine.absent import AbsentParameter, Marks
 from fastpar.files.tensor_file import FLOATS
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.layout import Bucket, Layout, Slot
 
 PhaseT = TypeVar("PhaseT", bound=enum.Enum)
-
-# Bytes of gradients that may wait to be copied, see WaitingCopies. In 124M bf16: two blocks.
-WAIT_BYTES = {"cuda": 32 << 20, "cpu": 0}
 
 
 @dataclass(frozen=True)
@@ -127,6 +137,9 @@ class Settings:
     def reduces_each(self) -> bool:
         """Whether each micro-batch of a pipeline is reduced."""
         return self.accumulate == "shard" and self.stage.frees_gradients
+
+
+_NODE = -1  # awaited by a bucket beside the positions of parameters
 
 
 class BucketPhase(enum.Enum):
@@ -211,43 +224,98 @@ class BucketGroups:
         )
 
 
-class WaitingCopies:
-    """Batches copies of small gradients on a GPU, where each copy takes as long as its launch.
+# Nodes with the highest number run first: a bucket is sent before the rest of the backward.
+_FIRST = 2**63
 
-    Gradients stay as autograd made them until the bucket is complete, WAIT_BYTES wait, or the
-    backward ends; then one kernel copies them, with the same bits. Larger gradients do not wait,
-    nor does any on a CPU.
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, weights: weakref.ref[BucketWeights]) -> Any:
+        ctx.weights = weights  # weak: autograd's references are unknown to the garbage collector
+        ctx.set_materialize_grads(False)
+        made = weights()
+        assert made is not None
+        return tuple(p.detach() for p in made.params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
+        weights = ctx.weights()
+        if weights is not None:
+            weights.collect(grads)
+        return None, None
+
+
+class BucketWeights:
+    """The weights of a bucket as forwards read them.
+
+    Args:
+        params: of the bucket, with their values.
+        places: (`module._parameters`, name, position of the parameter) of each use.
+        collect: receives the gradients of a backward, None where a weight has none.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._most = WAIT_BYTES.get(device.type, 0)
-        self._waiting: list[tuple[Tensor, Tensor]] = []
-        self._bytes = 0
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        places: list[tuple[dict[str, Any], str, int]],
+        collect: Any,
+    ) -> None:
+        self.params, self._places, self.collect = params, places, collect
+        self._hooks = [_hooks_of(p) for p in params]
+        self._stream: Any = None
+        self.outputs: tuple[Tensor, ...] = ()
+        self._usable: list[bool] = []
 
-    def copy(self, value: Tensor, place: Tensor, *, add: bool) -> None:
-        """Copy value, which must not change any more, to place, in make() at the latest.
+    def _make(self) -> None:
+        """Make the node, on the current stream: its backward will run there."""
+        device = self.params[0].device
+        if device.type == "cuda":
+            self._stream = torch.cuda.current_stream(device)
+        start = torch.zeros((), dtype=torch.float32, device=device, requires_grad=True)
+        with torch.enable_grad():
+            self.outputs = _Node.apply(start, weakref.ref(self))
+        self.outputs[0].grad_fn._set_sequence_nr(_FIRST)  # type: ignore[union-attr]
+        for p, output in zip(self.params, self.outputs):
+            output.__class__ = nn.Parameter  # type: ignore[assignment]  # for code that looks
+            # It keeps the parameter, and so the engine, while no module does.
+            output.fastpar_parameter = p  # type: ignore[attr-defined]
+            if hasattr(p, "fastpar_wide_place"):
+                output.fastpar_wide_place = p.fastpar_wide_place  # type: ignore[attr-defined]
 
-        Args:
-            add: add to place instead, at once.
-        """
-        if add:
-            self.make()
-            place.add_(value)
-            return
-        if self._bytes + value.nbytes > self._most:
-            self.make()
-        if value.nbytes > self._most:
-            place.copy_(value)
-            return
-        self._waiting.append((place, value))
-        self._bytes += value.nbytes
+    def lend(self) -> None:
+        """Give modules the node's outputs, of parameters that are in their places."""
+        stream = self._stream
+        if not self.outputs or (stream and stream != torch.cuda.current_stream(stream.device)):
+            self._make()
+        usable = self._usable = [
+            output.data_ptr() == p.data_ptr() and output.dtype is p.dtype and p.requires_grad
+            and len(p._backward_hooks or ()) == before
+            and len(p._post_accumulate_grad_hooks or ()) == after
+            for p, output, (before, after) in zip(self.params, self.outputs, self._hooks)
+        ]  # fmt: skip
+        for parameters, name, position in self._places:
+            if usable[position] and parameters.get(name) is self.params[position]:
+                parameters[name] = self.outputs[position]
 
-    def make(self) -> None:
-        """Make all waiting copies."""
-        if self._waiting:
-            places, values = zip(*self._waiting)
-            torch._foreach_copy_(places, values)
-            self._waiting, self._bytes = [], 0
+    def weight(self, position: int) -> Tensor:
+        """What forwards use after lend()."""
+        return (self.outputs if self._usable[position] else self.params)[position]
+
+    def take_back(self) -> None:
+        """Give modules their parameters again."""
+        moved = False
+        for parameters, name, position in self._places:
+            output, p = self.outputs[position], self.params[position]
+            if parameters.get(name) is output:
+                parameters[name] = p
+                if output.data_ptr() != p.data_ptr():  # the forward gave it other memory
+                    p.data, moved = output.data, True  # which the engine's checks refuse
+        if moved:
+            self.outputs = ()
+
+
+def _hooks_of(p: Any) -> tuple[int, int]:
+    return len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ())
 
 
 class Storage:
@@ -347,6 +415,10 @@ class BucketState:
         self.groups, self.device, self.poison = groups, device, poison
         self.rank, self.own = rank, slice(*spec.shard(rank))
         self.pieces = [layout.piece(i, rank) for i in spec.slots]
+        self._shapes = [s.spec.shape for s in self.slots]
+        edges = [x for s in self.slots for x in (s.start, s.stop)] + [spec.numel]
+        # Of each slot and of the gap behind it.
+        self._sizes = [b - a for a, b in itertools.pairwise(edges)]
         stage, self.grad_dtype = settings.stage, settings.grad_dtype or spec.dtype
         # Memory that peers read without a copy.
         shared = groups.gather if stage.gathers_after_step else None
@@ -366,6 +438,10 @@ class BucketState:
         self._placeholders = list(self.views)
         self.live = self.gathered_exact = True
         self.gathering: Handle | None = None
+        self.weights: BucketWeights | None = None  # None: modules use the parameters themselves
+        self._lent = False
+        self.node_is_due = False  # a forward since the last step used outputs of its node
+        self.used_directly = False  # a parameter, not by its module: its gradient comes by itself
         self.phase = BucketPhase.IDLE
         self._awaited = set(range(len(params)))  # positions without a gradient in this backward
         self.deterministic = settings.deterministic
@@ -377,7 +453,6 @@ class BucketState:
         self.grad_shard: Tensor | None = self._new_shard() if stage.frees_gradients else None
         self.has: set[int] = set()  # positions with a gradient of this rank in `grad`
         self.seen: set[int] = set()  # positions with a gradient since zero_grad(), also reduced
-        self.copies = WaitingCopies(device)  # of gradients into `grad`
         self.unreduced: PairwiseSum | None = None  # earlier micro-batches that were not reduced
         self.reduced: Tensor | None = None
         self._reductions: PairwiseSum | None = None
@@ -475,21 +550,45 @@ class BucketState:
         if not self.live and not all(type(p) is AbsentParameter for p in self.params):
             self.check()  # absent parameters refuse other memory by themselves
         for p, view in zip(self.params, self.views):
-            show(p)
+            if type(p) is AbsentParameter:
+                p.__class__ = nn.Parameter  # type: ignore[assignment]
             p.data = view
         self.live = True
+        if self._lent and self.weights is not None:
+            self.weights.lend()
+
+    def lend(self) -> None:
+        """Give modules the outputs of its node, now or when it is live, until take_back()."""
+        if self.weights is not None:
+            self._lent = self.node_is_due = True
+            if self.live:
+                self.weights.lend()
+
+    def weight(self, position: int) -> Tensor:
+        """What a forward uses now: an output of its node, or the parameter."""
+        if self._lent and self.live and self.weights is not None:
+            return self.weights.weight(position)
+        return self.params[position]
+
+    def take_back(self) -> None:
+        """End lend()."""
+        if self._lent and self.weights is not None:
+            self._lent = False
+            self.weights.take_back()
 
     def make_stale(self) -> None:
         """Mark parameters as out of date, at stage 3 free them; see "Stale parameters" above."""
         if not self.live:
             return
+        self.take_back()
         self.check()
         self.live = False
         nan = self._nan(self.spec.dtype)
-        self._placeholders = [nan.expand(s.spec.shape) for s in self.slots]
+        self._placeholders = [nan.expand(shape) for shape in self._shapes]
         for p, placeholder in zip(self.params, self._placeholders):
             p.data = placeholder
-            hide(p)
+            if type(p) is nn.Parameter:
+                p.__class__ = AbsentParameter  # type: ignore[assignment]
         if self.stage.frees_parameters:
             if self.poison:
                 self.flat.fill_(float("nan"))
@@ -536,7 +635,15 @@ class BucketState:
 
     def check(self) -> None:
         """Raise RuntimeError if a parameter was given other memory."""
-        for position, p in enumerate(self.params):
+        if not self.live:
+            found = [type(p) is AbsentParameter for p in self.params]  # refuse other memory
+        else:
+            found = [
+                p.data_ptr() == view.data_ptr() and p.dtype is view.dtype
+                and p.shape == view.shape and p.stride() == view.stride()
+                for p, view in zip(self.params, self.views)
+            ]  # fmt: skip
+        for position, p in () if all(found) else enumerate(self.params):
             if not self.is_in_place(position):
                 raise RuntimeError(
                     f"Engine: parameter '{self.name(position)}' left its flat buffer (now dtype="
@@ -577,6 +684,10 @@ class BucketState:
 
     def piece(self, position: int) -> tuple[Tensor, Tensor | None, int]:
         """(values, reduced gradient, first element) of this rank's piece of a parameter."""
+        return self.all_pieces()[position]
+
+    def all_pieces(self) -> list[tuple[Tensor, Tensor | None, int]]:
+        """piece() of all."""
         if self._piece_views is None or self._piece_views[0] is not self.reduced:
             views = []
             for slot, (start, stop) in zip(self.slots, self.pieces):
@@ -585,7 +696,7 @@ class BucketState:
                 grad = None if self.reduced is None else self.reduced[place]
                 views.append((self.stepped[place], grad, start))
             self._piece_views = self.reduced, views  # of a stage >= 2, the same in every step
-        return self._piece_views[1][position]
+        return self._piece_views[1]
 
     def keep_on_host(self, grads: Tensor) -> None:
         """Take reduced gradients on the host; frees those on the device."""
@@ -602,35 +713,83 @@ class BucketState:
             return self.grad_views[position]
         return self.slot_of(self.grad, position)
 
+    def _all_grad_views(self) -> Sequence[Tensor]:
+        """grad_view() of all."""
+        if not self.stage.frees_gradients:
+            return self.grad_views
+        assert self.grad is not None
+        parts = self.grad.split_with_sizes(self._sizes)
+        return [part.view(shape) for part, shape in zip(parts[::2], self._shapes)]
+
     def take(self, position: int, given: Tensor | None = None) -> bool:
         """Copy a parameter's .grad, or a given gradient, into the bucket; returns taken()."""
+        self._add(position, self.params[position].grad if given is None else given, given)
+        return position in self.has and self.taken(position)
+
+    def _add(self, position: int, grad: Tensor | None, given: Tensor | None) -> None:
+        """Copy or add a gradient; None: it was computed in place, or there is none."""
         if self.phase in SENT:
             raise RuntimeError(
                 f"Engine: parameter '{self.name(position)}' got another gradient after bucket "
                 f"{self.spec.index} was sent (it is '{self.phase.value}', not 'collecting'); "
-                "call the module that owns the parameter in every forward, or in none"
+                "call the module that owns the parameter in every forward, or in none, and use "
+                "its parameters in the model's forward or after it"
             )
-        p = self.params[position]
-        grad = p.grad if given is None else given
+        p, again = self.params[position], position in self.has
         if self.sources is not None:
-            self.sources.collect(position, first=position not in self.has)
-        if grad is None:  # computed in place: gradients.py, Places
-            return position in self.has and self.taken(position)
+            self.sources.collect(position, first=not again)
+        if grad is None:
+            return
         if grad.layout is not torch.strided or grad.requires_grad:
             self.check_grad(position, grad)
         if self.grad is None or not self.has:
             self.open_grad()
         view = self.grad_view(position)
         if self.stage.shards or self.casts:
-            if grad.data_ptr() != view.data_ptr():
-                self.copies.copy(grad, view, add=self.unsent.inside or position in self.has)
+            again = again or self.unsent.inside
             p.grad = None
         else:
-            if grad.data_ptr() != view.data_ptr():
-                view.add_(grad) if given is not None and position in self.has else view.copy_(grad)
+            again = again and given is not None  # else autograd has added it
+            if given is not None and not again and p.grad is not None:
+                grad = p.grad + grad  # p.grad was set by hand
             if p.grad is not view:
                 p.grad = view
-        return self.taken(position)
+        if grad.data_ptr() != view.data_ptr():
+            view.add_(grad) if again else view.copy_(grad)
+        self.has.add(position)
+        self.seen.add(position)
+
+    def take_all(self, grads: Sequence[Tensor | None]) -> bool:
+        """Copy the gradients of its node into the bucket; returns whether it became ready."""
+        given = [i for i, grad in enumerate(grads) if grad is not None]
+        if self._are_usual(given, grads):
+            self.open_grad()
+            views = self._all_grad_views()
+            if len(given) < len(views):
+                views = [views[i] for i in given]
+            torch._foreach_copy_(views, [g for g in grads if g is not None])
+            if not (self.stage.shards or self.casts):
+                for i, view in zip(given, views):
+                    self.params[i].grad = view
+            self.has.update(given)
+            self.seen.update(given)
+        else:
+            for i in given:
+                self._add(i, grads[i], grads[i])
+        if not self.used_directly:
+            placed = self.has if self.casts else ()  # computed in place: gradients.py, Places
+            self._awaited.difference_update(given, placed, (_NODE,))
+        return self._all_taken()
+
+    def _are_usual(self, positions: list[int], grads: Sequence[Tensor | None]) -> bool:
+        """Whether these gradients are the first of the bucket, and can be copied as they are."""
+        if self.has or self.unsent.inside or self.phase in SENT:
+            return False
+        kept = not (self.stage.shards or self.casts)
+        if kept and [i for i in positions if self.params[i].grad is not None]:  # set by hand
+            return False
+        there = [g for g in grads if g is not None]
+        return not [g for g in there if g.requires_grad or g.layout is not torch.strided]
 
     def grad_place(self, position: int) -> Tensor | None:
         """Memory in which a gradient can be computed; None if take() has to add or cast it."""
@@ -643,10 +802,13 @@ class BucketState:
         self.has.add(position)
         self.seen.add(position)
         self._awaited.discard(position)
+        return self._all_taken()
+
+    def _all_taken(self) -> bool:
+        """Get ready if this backward has all gradients; returns whether that happened now."""
         collecting = self.phase is BucketPhase.COLLECTING
         if collecting and self._awaited:
             return False
-        self.copies.make()
         if collecting:
             self.enter(BucketPhase.READY)
         return collecting
@@ -663,7 +825,6 @@ class BucketState:
 
     def fill_missing(self, *, flags: bool) -> list[int]:
         """Zero the slots without a gradient and set `used`; returns their positions."""
-        self.copies.make()
         self.open_grad()
         missing = []
         self._zeroed.clear()
@@ -827,14 +988,14 @@ class BucketState:
         Args:
             positions: only the gradients of these parameters.
         """
-        self.copies.make()
         positions = set(range(len(self.params))) if positions is None else positions
         zero = set()
         if not set_to_none:  # except gradients that were set to None by hand
             marks = self.marks
             zero = {i for i in positions if i not in marks or self.params[i].grad is not None}
-        for position in positions - zero:
-            self.params[position].grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for position in positions - zero:
+                self.params[position].grad = None
         self._forget(positions - zero)
         for position in zero:
             self._zero(position)
@@ -869,6 +1030,8 @@ class BucketState:
         """
         self.enter(BucketPhase.COLLECTING)
         self._awaited = set(range(len(self.params)))
+        if self.node_is_due:
+            self._awaited.add(_NODE)
         if skipped:
             self.enter(BucketPhase.READY)
         if stopped and self._began_empty and self.stage.shards:
@@ -879,7 +1042,6 @@ class BucketState:
 
     def mark(self, *, hidden: bool = True) -> None:
         """Remember p.grad: see absent.py, Marks; not hidden: p.grad is the gradient."""
-        self.copies.make()
         everywhere = self.stage.shards and self.reduced is not None
         positions = range(len(self.params)) if everywhere else self.seen
         self.marks.put(positions, hidden=hidden or self.casts)
@@ -903,7 +1065,6 @@ class BucketState:
         Args:
             fired: stage 0: a parameter that already has its next gradient from autograd.
         """
-        self.copies.make()
         cleared, zeroed = self.marks.look(fired)
         for position in zeroed:
             self._zero(position)

@@ -163,7 +163,7 @@ class Control:
         if not unknown:
             words[-1] = int(tokens)  # type: ignore[arg-type]
         flags = [
-            sum(1 << bit for bit, u in enumerate(used[i : i + _BITS]) if u)
+            sum([1 << bit for bit, u in enumerate(used[i : i + _BITS]) if u])
             for i in range(0, self._n_params, _BITS)
         ]
         host = torch.tensor([*words, *flags], dtype=torch.int64, device="cpu")

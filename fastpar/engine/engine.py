@@ -32,10 +32,10 @@ from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import StepReport
 from fastpar.engine import absent
 from fastpar.engine.absent import Hook, Link
-from fastpar.engine.bucket import BucketState, Stage, checked
+from fastpar.engine.bucket import BucketState, BucketWeights, Stage, checked
 from fastpar.engine.control import Control
 from fastpar.engine.debug import Debug, InputCheck, check_replicas
-from fastpar.engine.gathers import ROOT, Gathers
+from fastpar.engine.gathers import ROOT, Gathers, RootHook, may_be_compiled
 from fastpar.engine.gradients import (
     STEP_PHASES,
     MicroBatches,
@@ -44,6 +44,7 @@ from fastpar.engine.gradients import (
     StepPhase,
 )
 from fastpar.engine.shards import Shards
+from fastpar.kernels.op import in_transform
 
 
 class Engine:
@@ -114,6 +115,42 @@ class Engine:
             hides = self.settings.grad_dtype not in (None, p.dtype)
             if self.shares or self.settings.deterministic or hides:  # p.grad must be None before
                 p.register_hook(Hook(me, Engine.before_unit_backward))
+        self._lends = shards.stages is None  # a pipeline's backward passes use the hooks
+        if self._lends:
+            self._make_nodes()
+        model = shards.model()
+        if self.gathers is None and self._lends and model is not None:
+            model.register_forward_pre_hook(RootHook(me, Engine._lend_all), prepend=True)
+            model.register_forward_hook(RootHook(me, Engine._take_back_all), always_call=True)
+
+    def _make_nodes(self) -> None:
+        """Give each bucket its node; see bucket.py, [Note: nodes]."""
+        uses: dict[BucketState, list[tuple[dict[str, Any], str, int]]] = {}
+        for module, name, p in self.shards.owners():
+            bucket, position = self.shards.places[p]
+            uses.setdefault(bucket, []).append((module._parameters, name, position))
+        for bucket, places in uses.items():
+            if bucket.sources is None:  # they look at p.grad
+                collect = functools.partial(_collect, weakref.ref(self), weakref.ref(bucket))
+                bucket.weights = BucketWeights(bucket.params, places, collect)
+
+    @property
+    def lends(self) -> bool:
+        """Whether modules get the nodes' outputs. Not those that torch.compile may have compiled:
+        it knows that parameters keep their memory."""
+        grads = torch.is_grad_enabled() and not in_transform()
+        return self._lends and grads and not (self.shards.is_gathered or may_be_compiled())
+
+    def _lend_all(self, *args: Any) -> None:
+        """Hook, without gathers: the model is called."""
+        if self.lends:
+            for bucket in self.buckets:
+                bucket.lend()
+
+    def _take_back_all(self, *args: Any) -> None:
+        """Hook, without gathers: the model has returned or failed."""
+        for bucket in self.buckets:
+            bucket.take_back()
 
     def _enter(self, phase: StepPhase) -> None:
         self.phase = checked("the step", self.phase, phase, STEP_PHASES)
@@ -128,6 +165,19 @@ class Engine:
         if torch._C._current_graph_task_id() != self.graph_task:
             self.before_unit_backward(fired=p)
         if bucket.take(position):
+            if self.gathers is not None:
+                self.gathers.release_bucket(bucket)
+            self.reducer.launch_ready()
+
+    def on_node(self, bucket: BucketState, grads: tuple[Tensor | None, ...]) -> None:
+        """Backward of a bucket's node: all gradients of its uses in forwards."""
+        if self.paused:
+            for p, grad in zip(bucket.params, grads):
+                if grad is not None:
+                    p.grad = grad.clone() if p.grad is None else p.grad.add_(grad)
+            return
+        self.before_unit_backward()
+        if bucket.take_all(grads):
             if self.gathers is not None:
                 self.gathers.release_bucket(bucket)
             self.reducer.launch_ready()
@@ -290,18 +340,27 @@ class Engine:
                 second=self._second,
             )
 
-    def has_grad(self, p: Tensor) -> bool:
-        """After exchange(): whether any rank had a gradient. Waits if this rank had none."""
-        bucket, position = self.shards.places[p]  # type: ignore[index]
-        if not self.stage.shards:
-            return bucket.grad_of(position) is not None
-        index = self.shards.index[p]  # type: ignore[index]
-        return position in bucket.seen or self.control.used_anywhere(index)
+    def without_grad(self) -> set[Tensor]:
+        """After exchange(): the parameters without a gradient on any rank. Waits for the device if
+        this rank has none for some."""
+        if not self.stage.shards:  # p.grad is None, or the main gradient is not used
+            return {
+                p for b in self.buckets if b.casts for i, p in enumerate(b.params) if i not in b.has
+            }
+        return {
+            b.params[i]
+            for b in self.buckets
+            if len(b.seen) < len(b.params)
+            for i in set(range(len(b.params))) - b.seen
+            if not self.control.used_anywhere(self.shards.index[b.params[i]])
+        }
 
     def after_step(self) -> None:
         """End a step: the next backward begins a new one."""
         before = self.phase
         self._enter(StepPhase.STEPPED)
+        for bucket in self.buckets:
+            bucket.node_is_due = False
         if self.gathers is not None:
             for bucket in self.buckets:
                 bucket.finish_gather()
@@ -338,7 +397,7 @@ class Engine:
         else:
             if self._spent:
                 self._spent.add(of)
-            params = (p for group in of.param_groups for p in group["params"])
+            params = [p for group in of.param_groups for p in group["params"]]
             for bucket, positions in self.shards.by_bucket(params).items():
                 bucket.zero_grad(set_to_none, positions)
             self.partials.changed()
@@ -504,6 +563,14 @@ class Engine:
         """
         step = self.log.n_reductions if step is None else step
         check_replicas(self.shards, self.control_group, optimizer, step=step)
+
+
+def _collect(
+    engine_ref: weakref.ref[Engine], bucket_ref: weakref.ref[BucketState], grads: Any
+) -> None:
+    engine, bucket = engine_ref(), bucket_ref()
+    if engine is not None and bucket is not None:
+        engine.on_node(bucket, grads)
 
 
 def engine_of(model: nn.Module) -> Engine:

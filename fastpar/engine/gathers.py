@@ -66,6 +66,10 @@ class PassListener(Protocol):
     def before_unit_backward(self) -> None:
         """The backward of a unit begins."""
 
+    @property
+    def lends(self) -> bool:
+        """Whether a forward gets the outputs of the buckets' nodes."""
+
 
 class _Pass:
     """The order of one kind of pass, see [Note: order of gathers]."""
@@ -137,7 +141,7 @@ class Gathers:
             for part in dict.fromkeys(p for m in modules for p in m.modules() if p not in modules):
                 owned = [p for p in part._parameters.values() if p in mine]
                 if owned:
-                    kind = _PartHook if index else _RootPartHook
+                    kind = _PartHook if index else RootHook
                     part.register_forward_pre_hook(
                         kind(me, Gathers.before_part, index), prepend=True
                     )
@@ -236,6 +240,9 @@ class Gathers:
         if not in_backward:
             self._note_use(index)
             (self._stay if torch.is_grad_enabled() else self._shown).add(index)
+            if self._listener.lends:
+                bucket.used_directly = True
+                bucket.lend()
         return True
 
     def replay_forward(self) -> None:
@@ -360,12 +367,15 @@ class Gathers:
             self._inside.add(index)
         self._stay_last(module)
         looked_at = self._has_foreign_hooks(index)
-        calls = not (in_backward or looked_at or _may_be_compiled())
+        calls = not (in_backward or looked_at or may_be_compiled())
         self.need(index, calls=calls)
         if looked_at and index == ROOT and not self.frees:
             self.launch_stale()
             for bucket in self._shards.buckets:
                 bucket.finish_gather()
+        if not in_backward and self._listener.lends and (self.frees or index == ROOT):
+            for bucket in self.buckets[index] if self.frees else self._shards.buckets:
+                bucket.lend()
 
     def _in_a_transform(self) -> bool:
         """At stage 3: whether a transform of torch.func runs, inside of gathered()."""
@@ -418,11 +428,15 @@ class Gathers:
             self._inside.discard(index)
             for bucket in self.buckets[index]:
                 bucket.finish_gather()
+                if self.frees and index not in self._stay:
+                    bucket.take_back()
             if self._shards.storage.steps_later and index != ROOT:
                 self.launch_stale(index + 2)  # hidden by the device's queued work
             if index == ROOT:
                 self._depth = max(0, self._depth - 1)  # 0: another pre-hook failed before ours
                 if self._depth == 0:
+                    for bucket in self._shards.buckets:  # of units that failed
+                        bucket.take_back()
                     self.end()
                     if not with_grad:
                         for unit in (*self._shown, ROOT):
@@ -471,6 +485,8 @@ class Gathers:
             self._note_use(index)
             if index != ROOT:
                 self._opened.append(part)
+                for bucket in self.buckets[index] if self._listener.lends else ():
+                    bucket.lend()
 
     def after_part(self, index: int, part: nn.Module, args: tuple, output: Any) -> None:
         """Hook: the submodule has returned."""
@@ -499,7 +515,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
                 yield from _tensors(getattr(x, field.name, None))
 
 
-def _may_be_compiled() -> bool:
+def may_be_compiled() -> bool:
     """Whether torch.compile was called in this process."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     patch = getattr(getattr(dynamo, "TorchPatcher", None), "patch", None)  # runs at the first call
@@ -530,7 +546,7 @@ class _PartHook(Hook):
         return super().__call__(*args)
 
 
-class _RootPartHook(_PartHook):
+class RootHook(_PartHook):
     """A hook of a module outside all units, whose parameters are whole in a forward."""
 
     def __call__(self, *args: Any) -> Any:

@@ -87,6 +87,13 @@ class Shards:
         # Inside of gathered(): the buckets to free at its end.
         self._unused: set[BucketState] | None = None
 
+    def owners(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        """(module, attribute, parameter) of each use of a trained parameter."""
+        for module_ref, attribute, p in self._owners:
+            module = module_ref()
+            if module is not None:
+                yield module, attribute, p
+
     # Gathers
 
     def gather(self, buckets: Iterable[BucketState]) -> None:
@@ -301,6 +308,19 @@ class Shards:
         values = p if here else bucket.slot_of(bucket.stepped, position)
         return Piece(values, bucket.grad_of(position), 0)
 
+    def pieces(self) -> dict[Tensor, tuple[Tensor, Tensor | None, int]]:
+        """piece() of all."""
+        found: dict[Tensor, tuple[Tensor, Tensor | None, int]] = {}
+        for bucket in self.buckets:
+            bucket.storage.await_weights(bucket)
+            if self.stage.shards:
+                found.update(zip(bucket.params, bucket.all_pieces()))
+            elif bucket.stepped is bucket.shard and not bucket.casts:
+                found.update({p: (p, p.grad, 0) for p in bucket.params})
+            else:
+                found.update({p: self.piece(p) for p in bucket.params})
+        return found
+
     def full(self, values: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
         """Join every rank's part of a tensor. Ranks: all that share the replica.
 
@@ -400,7 +420,8 @@ class Shards:
     def _parts(self) -> list[int] | None:
         """Identities of all modules and parameters below the model's; None if one is gone."""
         found: list[int] = []
-        for module in (ref() for ref in self._modules):
+        for ref in self._modules:
+            module = ref()
             if module is None:
                 return None
             found.extend(map(id, module._modules.values()))

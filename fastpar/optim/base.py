@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fastpar.engine.absent import engines_of
 from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.kernels.adamw import is_dense
 from fastpar.kernels.global_norm import (
@@ -302,14 +303,15 @@ class EngineOptimizer(torch.optim.Optimizer):
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Like torch's, for main gradients and shards too: of this optimizer's parameters."""
-        plain(torch.optim.Optimizer.zero_grad)(self, set_to_none)
+        if self.__dict__.get("_alone"):
+            plain(torch.optim.Optimizer.zero_grad)(self, set_to_none)
         for engine in self.engines():
             engine.zero_grad(set_to_none, of=self)
 
     def engines(self) -> list[Engine]:
         """The engines of the parameters, each once."""
-        found = (engine_of_parameter(p) for g in self.param_groups for p in g["params"])
-        return list({id(e): e for e in found if e is not None}.values())
+        found = engines_of([p for g in self.param_groups for p in g["params"]])
+        return [e for e in dict.fromkeys(found) if e is not None]
 
     # The step
 
@@ -363,26 +365,28 @@ class EngineOptimizer(torch.optim.Optimizer):
             engine.before_step(self)
         measures = self._scaled or self.max_grad_norm is not None
         rows: list[Row] = []
-        owned: dict[int, list[tuple[Tensor, bool]]] = {id(e): [] for e in engines}
-        position = -1
-        for i, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                position += 1
-                of = engine_of_parameter(p) if engines else None
-                piece, grad, start = (p, p.grad, 0) if of is None else of.shards.piece(p)
-                if grad is None:
-                    continue
-                if grad.layout is not torch.strided:
-                    raise RuntimeError(
-                        f"{type(self).__name__}.step: expected dense gradients, got layout="
-                        f"{grad.layout}; build the embedding with sparse=False"
-                    )
+        params = [(i, p) for i, group in enumerate(self.param_groups) for p in group["params"]]
+        owners = engines_of([p for _, p in params])
+        pieces = {e: e.shards.pieces() for e in engines}
+        for position, ((i, p), of) in enumerate(zip(params, owners)):
+            piece, grad, start = (p, p.grad, 0) if of is None else pieces[of][p]
+            if grad is not None:
                 rows.append(Row(p, piece, grad, i, position, start, of))
-                if of is not None and of.shares and grad.numel():
-                    owned[id(of)].append((grad, of.shards.counts(p)))
+        if strange := [row for row in rows if row.grad.layout is not torch.strided]:
+            raise RuntimeError(
+                f"{type(self).__name__}.step: expected dense gradients, got layout="
+                f"{strange[0].grad.layout}; build the embedding with sparse=False"
+            )
+        owned: dict[int, list[tuple[Tensor, bool]]] = {id(e): [] for e in engines}
+        if measures and any(e.shares for e in engines):
+            for row in rows:
+                if row.engine is not None and row.engine.shares and row.grad.numel():
+                    owned[id(row.engine)].append((row.grad, row.engine.shards.counts(row.param)))
         bins = [self._exchange(e, owned[id(e)] if measures else None) for e in engines]
-        if engines:
-            rows = [row for row in rows if row.engine is None or row.engine.has_grad(row.param)]
+        for engine in engines:
+            without = engine.without_grad()
+            if without:
+                rows = [row for row in rows if row.param not in without]
         factor, found = self._factor(rows, [b for b in bins if b is not None], engines)
         return engines, rows, factor, found
 

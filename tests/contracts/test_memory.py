@@ -214,7 +214,8 @@ def test_bytes_on_both_sides_of_the_bus(monkeypatch, mode, stage, ranks):
         d = ranks if stage else 1
         assert rank["host"] == pytest.approx(18 * TOTAL / d, rel=0.03)
         assert rank["after"] == pytest.approx(stays, rel=0.03, abs=0.06 * TOTAL)
-        moment = 2 * WEIGHT + on_their_way(rank["buckets"], stage, d, ranks)
+        # A bucket's node gets the gradients of a layer together, before they are copied.
+        moment = 2 * LAYER + on_their_way(rank["buckets"], stage, d, ranks)
         if stage == 3:
             moment += 2 * (ROOT + 2 * LAYER)  # the next one is there before this is sent
         assert rank["peak"] <= 1.03 * (stays + moment)

@@ -32,6 +32,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from fastpar import AdamW, Mesh, engine_of, parallelize
+from fastpar.engine.engine import engine_of_parameter
 from fastpar.nn.recompute import recompute
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
@@ -637,13 +638,15 @@ def critic(model, step):
 
 
 def curvature(model, step):
-    """Hessian times vector, twice over one graph."""
-    loss, params = square(model, step), list(model.parameters())
-    grads = torch.autograd.grad(loss, params, create_graph=True)
-    for _ in range(2):
-        products = torch.autograd.grad(
-            grads, params, [g.detach() for g in grads], retain_graph=True
-        )
+    """Hessian times vector, twice over one graph. In gathered() a forward uses the parameters."""
+    engine = engine_of_parameter(next(model.parameters()))
+    with contextlib.nullcontext() if engine is None else engine.gathered():
+        loss, params = square(model, step), list(model.parameters())
+        grads = torch.autograd.grad(loss, params, create_graph=True)
+        for _ in range(2):
+            products = torch.autograd.grad(
+                grads, params, [g.detach() for g in grads], retain_graph=True
+            )
     weights = [p.detach().clone() for p in products]
     return square(model, step) + sum((p * w).sum() for p, w in zip(params, weights)) * 0.01
 

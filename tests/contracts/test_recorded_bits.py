@@ -24,7 +24,7 @@ import torch
 from same_run import of_row, run
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMIT = "1ab14d2f3c8308b99b993791858a3934a64f9ca9"
+COMMIT = "f628cb902e9e8112a0dc0a0dea4ddd250d5b8259"
 LAYOUTS: list[dict[str, Any]] = [
     {},
     {"dp": 2},

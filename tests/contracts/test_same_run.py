@@ -38,7 +38,6 @@ from same_run import (
 )
 from test_memory import assert_a_part, materialized
 
-from fastpar.engine import bucket
 from fastpar.engine.engine import engine_of
 from fastpar.optim.muon import Muon, muon_groups
 from fastpar.testing import run_ranks
@@ -395,13 +394,6 @@ def test_backward_passes_that_were_not_announced():
         )
         for other in others:
             assert_same_bits(other, first, f"grad_accum_steps={number}")
-
-
-@pytest.mark.parametrize("zero_stage", [0, 2])
-def test_gradients_that_are_copied_together_have_the_same_bits(zero_stage, monkeypatch):
-    """As on a GPU: 4096 bytes wait, so that some are copied before their bucket is complete."""
-    monkeypatch.setitem(bucket.WAIT_BYTES, "cpu", 4096)
-    same_run(Layout(dp=2, stage=zero_stage, accum="no_sync_2"), Program(precision="bf16"))
 
 
 @pytest.mark.parametrize("row", [{"dp": 4, "stage": 3}, {"tp": 2, "sequence": True, "dp": 2}])

@@ -24,6 +24,7 @@ from torch import nn
 
 import fastpar
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
+from fastpar.engine import engine as engine_module
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.placements import Partial, Replicate, Shard
 from fastpar.testing import run_ranks
@@ -107,7 +108,8 @@ def walked():
     return calls
 
 
-def test_a_gradient_walks_as_the_readme_describes():
+def test_a_gradient_walks_as_the_readme_describes(monkeypatch):
+    monkeypatch.setattr(engine_module, "may_be_compiled", lambda: False)  # by an earlier test
     text = (PACKAGE / "engine/README.md").read_text().split("## A gradient's walk")[1]
     walk, beside = text.split("\n## ")[0].split("Beside")
     steps = re.findall(r"^\d+\. `(.*?)` `(.*?)`", walk, re.MULTILINE)
@@ -125,11 +127,47 @@ def test_a_gradient_walks_as_the_readme_describes():
 
 def test_grads_are_listed_in_registration_order():
     model, engine = parallel()
-    model(batch(0)).sum().backward(inputs=[p for p in model.parameters() if p.dim() == 2])
+    with engine.gathered():  # where a forward uses the parameters themselves
+        model(batch(0)).sum().backward(inputs=[p for p in model.parameters() if p.dim() == 2])
     expected = [p for p in model.parameters() if p.dim() == 2]
     pairs = engine.grads()
     assert [id(p) for p, _ in pairs] == [id(p) for p in expected]
     assert all(p.grad is g for p, g in pairs)
+
+
+class Collecting(nn.Linear):
+    """Its forward runs when the garbage collector does."""
+
+    def forward(self, x):
+        gc.collect()
+        return super().forward(x)
+
+
+def test_nobody_but_the_model_need_hold_its_engine(monkeypatch):
+    """While a forward runs, modules do not have their parameters, which hold the engine."""
+    monkeypatch.setattr(engine_module, "may_be_compiled", lambda: False)  # by an earlier test
+
+    def of_rank(stage):
+        model = parallelize(Collecting(4, 4), Mesh(device="cpu"), Parallel.of(zero_stage=stage))
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+        return len(engine_of(model).grads())
+
+    for stage in (0, 3):
+        assert run_ranks(of_rank, 2, stage) == [2, 2]
+
+
+def test_autograd_of_parameters_is_for_gathered(monkeypatch):
+    """A forward's graph ends at the nodes of the buckets, but in gathered() at the parameters."""
+    monkeypatch.setattr(engine_module, "may_be_compiled", lambda: False)  # by an earlier test
+    model, engine = parallel()
+    params = list(model.parameters())
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(model(batch(0)).sum(), params)
+    with engine.gathered():
+        found = torch.autograd.grad(model(batch(0)).sum(), params)
+    model(batch(0)).sum().backward()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(params, found, strict=True))
 
 
 def test_scalars_are_summed_in_rank_order():
