@@ -279,8 +279,9 @@ class BucketWeights:
             output.__class__ = nn.Parameter  # type: ignore[assignment]  # for code that looks
             # It keeps the parameter, and so the engine, while no module does.
             output.fastpar_parameter = p  # type: ignore[attr-defined]
-            if hasattr(p, "fastpar_wide_place"):
-                output.fastpar_wide_place = p.fastpar_wide_place  # type: ignore[attr-defined]
+            for name in ("fastpar_place", "fastpar_wide_place"):
+                if hasattr(p, name):
+                    setattr(output, name, getattr(p, name))
 
     def lend(self) -> None:
         """Give modules the node's outputs, of parameters that are in their places."""
@@ -767,7 +768,10 @@ class BucketState:
             views = self._all_grad_views()
             if len(given) < len(views):
                 views = [views[i] for i in given]
-            torch._foreach_copy_(views, [g for g in grads if g is not None])
+            there = [grads[i] for i in given]
+            pairs = [(v, g) for v, g in zip(views, there) if v.data_ptr() != g.data_ptr()]  # type: ignore[union-attr]
+            if pairs:  # the others were computed in place: gradients.py, Places
+                torch._foreach_copy_(*map(list, zip(*pairs)))
             if not (self.stage.shards or self.casts):
                 for i, view in zip(given, views):
                     self.params[i].grad = view
