@@ -26,7 +26,9 @@ from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 
 SHAPE = GPTConfig(n_layer=12, n_head=4, n_embd=64, block_size=16, vocab_size=64, dropout=0.0)
 PHASES = ("forward", "backward", "optimizer")
-ROWS = {  # of each number of ranks: name -> ZeRO stage, None: no engine
+ROWS: dict[
+    int, dict[str, int | None]
+] = {  # of each number of ranks: name -> ZeRO stage, None: no engine
     1: {"stock": None, "stock, stage 0": 0, "fastpar.GPT": None, "fastpar.GPT, stage 0": 0},
     2: {f"stock, stage {stage}": stage for stage in (0, 1, 2, 3)},
 }

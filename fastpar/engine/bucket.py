@@ -276,7 +276,7 @@ class BucketWeights:
             self.outputs = _Node.apply(start, weakref.ref(self))
         self.outputs[0].grad_fn._set_sequence_nr(_FIRST)  # type: ignore[union-attr]
         for p, output in zip(self.params, self.outputs):
-            output.__class__ = nn.Parameter  # type: ignore[assignment]  # for code that looks
+            output.__class__ = nn.Parameter  # for code that looks
             # It keeps the parameter, and so the engine, while no module does.
             output.fastpar_parameter = p  # type: ignore[attr-defined]
             for name in ("fastpar_place", "fastpar_wide_place"):
@@ -589,7 +589,7 @@ class BucketState:
         for p, placeholder in zip(self.params, self._placeholders):
             p.data = placeholder
             if type(p) is nn.Parameter:
-                p.__class__ = AbsentParameter  # type: ignore[assignment]
+                p.__class__ = AbsentParameter
         if self.stage.frees_parameters:
             if self.poison:
                 self.flat.fill_(float("nan"))
@@ -768,10 +768,10 @@ class BucketState:
             views = self._all_grad_views()
             if len(given) < len(views):
                 views = [views[i] for i in given]
-            there = [grads[i] for i in given]
-            pairs = [(v, g) for v, g in zip(views, there) if v.data_ptr() != g.data_ptr()]  # type: ignore[union-attr]
-            if pairs:  # the others were computed in place: gradients.py, Places
-                torch._foreach_copy_(*map(list, zip(*pairs)))
+            there = [g for g in grads if g is not None]
+            # The others were computed in place: gradients.py, Places.
+            if pairs := [(v, g) for v, g in zip(views, there) if v.data_ptr() != g.data_ptr()]:
+                torch._foreach_copy_([v for v, _ in pairs], [g for _, g in pairs])
             if not (self.stage.shards or self.casts):
                 for i, view in zip(given, views):
                     self.params[i].grad = view
