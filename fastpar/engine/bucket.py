@@ -265,6 +265,7 @@ class BucketWeights:
         self._stream: Any = None
         self.outputs: tuple[Tensor, ...] = ()
         self._usable: list[bool] = []
+        self._is_lent = False
 
     def _make(self) -> None:
         """Make the node, on the current stream: its backward will run there."""
@@ -285,9 +286,10 @@ class BucketWeights:
 
     def lend(self) -> None:
         """Give modules the node's outputs, of parameters that are in their places."""
-        stream = self._stream
+        stream = None if self._is_lent else self._stream  # modules may have the present outputs
         if not self.outputs or (stream and stream != torch.cuda.current_stream(stream.device)):
             self._make()
+        self._is_lent = True
         usable = self._usable = [
             output.data_ptr() == p.data_ptr() and output.dtype is p.dtype and p.requires_grad
             and len(p._backward_hooks or ()) == before
@@ -304,7 +306,7 @@ class BucketWeights:
 
     def take_back(self) -> None:
         """Give modules their parameters again."""
-        moved = False
+        moved = self._is_lent = False
         for parameters, name, position in self._places:
             output, p = self.outputs[position], self.params[position]
             if parameters.get(name) is output:
