@@ -12,11 +12,10 @@ modules. A rank that skips a unit still launches its gather, when it reaches a l
 of the pass. At stages 1 and 2 all gathers follow a step, in the order of the modules. A hash of the
 launches goes into the control exchange, which compares it.
 
-What a forward waits for: a submodule that ran inside its unit in the previous pass waits only for
-its own weights. All others are awaited when the unit starts, because its code may use them
-directly. After the forward all are gathered. Code compiled inside a unit runs without the hooks of
-its modules, so once torch.compile was called, units wait for all weights; they also do if modules
-with submodules have hooks of other code. Outside units the hooks break the graph.
+A forward of a unit waits for all of its weights; its code may use them directly. Its submodules
+have hooks only for calls from outside: while the unit runs they are away. Code compiled inside a
+unit runs without them; outside units they break the graph, so once torch.compile was called they
+stay in place.
 
 When a unit is freed (stage 3): after its forward, except the last unit's, which backward needs
 next; in backward bucket by bucket, when all parameters of the bucket have their gradients. In a
@@ -24,8 +23,7 @@ recomputation (activation checkpointing) hooks gather but do not free, because t
 follows. The start of a unit's backward is detected by gates: hooks on the autograd nodes of its
 outputs, which stay in place if an output is changed in place. A unit stays until the end of
 backward if its outputs have no node or are parameters, or if a parameter was used while it was
-absent (absent.py). A submodule called from outside its unit counts as the unit; inside, it waits
-for its parameters and gathers nothing. The backward of a graph made by a backward
+absent (absent.py). A submodule called from outside its unit counts as the unit. The backward of a graph made by a backward
 (create_graph=True) has no gates and would use freed memory: it is refused.
 
 Hooks of other code see whole parameters: in hooks of a unit and of the modules inside it, because
@@ -78,12 +76,9 @@ class _Pass:
         self.recorded: list[int] = []
         self.launched: list[int] = []
         self.next = 0  # index into recorded
-        self.called: set[int] = set()  # ids of submodules called inside their units
-        self.will_call: set[int] = set()  # those of the last pass
 
     def begin(self) -> None:
         self.launched, self.next = [], 0
-        self.will_call, self.called = self.called, set()
 
 
 class Gathers:
@@ -121,33 +116,28 @@ class Gathers:
         self._opened: list[nn.Module] = []  # submodules called while their unit was not gathered
         self._shown: set[int] = set()  # units that returned parameters, without gradients
         self._stay: set[int] = set()  # units with parameters used without a module call
-        self._owners: dict[nn.Parameter, list[int]] = {}  # module ids: no cycle with the model
-        self._early: list[list[weakref.ref[nn.Module]]] = []  # modules with hooks that run early
+        self._parts: list[_PartHooks] = []
+        inner = {part for modules in units[1:] for module in modules for part in module.modules()}
+        self._outside = [  # modules with submodules outside of all units
+            weakref.ref(m) for m in units[ROOT][0].modules() if m._modules and m not in inner
+        ]
         me = weakref.ref(self)
         _all.add(self)
         self._gates = [Hook(me, Gathers.before_backward, index) for index in range(len(units))]
-        inner = {part for modules in units[1:] for module in modules for part in module.modules()}
         for index, modules in enumerate(units):
-            parts = [p for m in modules for p in m.modules() if index or p not in inner]
-            early = [p for p in parts if p in modules or p._modules]
-            self._early.append([weakref.ref(p) for p in dict.fromkeys(early)])
-            for module in modules:
-                last = module is modules[-1]
-                before = Hook(me, Gathers.before_forward, index)
-                module.register_forward_pre_hook(before, prepend=True)
-                after = Hook(me, Gathers.after_module, index, last)
-                module.register_forward_hook(after, always_call=index == ROOT)
             mine = {p for bucket in buckets[index] for p in bucket.params}
-            for part in dict.fromkeys(p for m in modules for p in m.modules() if p not in modules):
-                owned = [p for p in part._parameters.values() if p in mine]
-                if owned:
-                    kind = _PartHook if index else RootHook
-                    part.register_forward_pre_hook(
-                        kind(me, Gathers.before_part, index), prepend=True
-                    )
-                    part.register_forward_hook(kind(me, Gathers.after_part, index))
-                for p in owned:
-                    self._owners.setdefault(p, []).append(id(part))
+            kind = _PartHook if index else RootHook
+            for module in modules:
+                parts, last = _PartHooks(), module is modules[-1]
+                before = Hook(me, Gathers.before_forward, index, parts)
+                module.register_forward_pre_hook(before, prepend=True)
+                after = Hook(me, Gathers.after_module, index, last, parts)
+                module.register_forward_hook(after, always_call=index == ROOT)
+                for part in module.modules():
+                    if part not in modules and not mine.isdisjoint(part.parameters()):
+                        opens = kind(me, Gathers.before_part, index)
+                        parts.add(part, opens, kind(me, Gathers.after_part, index))
+                self._parts.append(parts)
 
     # Stages 1 and 2
 
@@ -176,6 +166,8 @@ class Gathers:
         self._pass.begin()
         for known in (self._opened, self._inside, self._done):
             known.clear()
+        for hooks in self._parts:  # of units that failed
+            hooks.put_back()
         self.passes_since_step.add(name)
 
     def end(self) -> None:
@@ -199,12 +191,8 @@ class Gathers:
             for index in range(len(self.buckets)):
                 self.release(index)
 
-    def need(self, index: int, *, calls: bool = False) -> None:
-        """Gather the unit, which is used now, and prefetch.
-
-        Args:
-            calls: do not wait for weights of submodules that will be called.
-        """
+    def need(self, index: int) -> None:
+        """Gather the unit, which is used now, and prefetch."""
         self._shards.keep(self.buckets[index])
         if not self.frees:
             self.launch_stale(index + 1 if self._shards.storage.steps_later else None)
@@ -222,8 +210,7 @@ class Gathers:
             launched = self._pass.launched
             self._drop_skipped(len(launched) - 1 - launched[::-1].index(index))
         for bucket in self.buckets[index]:
-            if not (calls and bucket.gathering and self._will_be_called(bucket)):
-                bucket.finish_gather()
+            bucket.finish_gather()
         if self.frees:
             self._prefetch(index)
 
@@ -262,11 +249,6 @@ class Gathers:
     def skipped(self) -> set[int]:
         """Units that no forward since the last step used, but an earlier one did."""
         return self._ever - self.entered - {ROOT}
-
-    def _will_be_called(self, bucket: BucketState) -> bool:
-        """Whether each parameter belongs to a submodule that will wait for it."""
-        parts = self._pass.will_call
-        return all(any(owner in parts for owner in self._owners.get(p, ())) for p in bucket.params)
 
     def release(self, index: int) -> None:
         """Free the unit, at stage 3, unless it has to stay."""
@@ -351,7 +333,9 @@ class Gathers:
 
     # Hooks
 
-    def before_forward(self, index: int, module: nn.Module, args: tuple) -> None:
+    def before_forward(
+        self, index: int, parts: _PartHooks, module: nn.Module, args: tuple
+    ) -> None:
         """Hook: a module of the unit is called."""
         if self._in_a_transform():
             self._shards.keep(self.buckets[index])  # for the derivative, which has no gates
@@ -366,10 +350,9 @@ class Gathers:
             self._note_use(index)
             self._inside.add(index)
         self._stay_last(module)
-        looked_at = self._has_foreign_hooks(index)
-        calls = not (in_backward or looked_at or may_be_compiled())
-        self.need(index, calls=calls)
-        if looked_at and index == ROOT and not self.frees:
+        parts.take_away()
+        self.need(index)
+        if index == ROOT and not self.frees and self._has_foreign_hooks():
             self.launch_stale()
             for bucket in self._shards.buckets:
                 bucket.finish_gather()
@@ -389,9 +372,9 @@ class Gathers:
             )
         return True
 
-    def _has_foreign_hooks(self, index: int) -> bool:
-        """Whether other hooks may read a unit's parameters before their modules run."""
-        for module in self._early[index]:
+    def _has_foreign_hooks(self) -> bool:
+        """Whether other hooks may read parameters before the units run."""
+        for module in self._outside:
             for hook in getattr(module(), "_forward_pre_hooks", {}).values():
                 if not isinstance(hook, Hook):
                     return True
@@ -408,13 +391,14 @@ class Gathers:
         return isinstance(hook, Hook) and hook.is_of(self)
 
     def after_module(
-        self, index: int, last: bool, module: nn.Module, args: tuple, output: Any
+        self, index: int, last: bool, parts: _PartHooks, module: nn.Module, args: tuple, output: Any
     ) -> None:
         """Hook: a module of the unit has returned, or the root has failed."""
         failed = output is None and sys.exc_info()[0] is not None
         try:
             if self._in_a_transform():
                 return
+            parts.put_back()
             self._after(index, last, output)
         except RuntimeError:
             if not failed:  # the forward's own error is raised; torch would warn of this one
@@ -473,12 +457,7 @@ class Gathers:
             self._shards.keep(self.buckets[index])
             return
         self._stay_last(part)
-        if index in self._inside:
-            self._pass.called.add(id(part))
-            for p in part._parameters.values():
-                if p in self._owners:
-                    self._shards.bucket_of(p).finish_gather()
-        if self._is_live(index) or (index in self._inside and self._is_launched(index)):
+        if self._is_live(index):
             return
         self.need(index)
         if torch._C._current_graph_task_id() == -1:
@@ -532,6 +511,38 @@ def _inside_a_unit() -> bool:
 
 
 _inside_a_unit._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class _PartHooks:
+    """The hooks of a unit's submodules, which are away while the unit runs."""
+
+    def __init__(self) -> None:
+        self._first: list[tuple[dict[int, Any], int, Hook]] = []
+        self._last: list[tuple[dict[int, Any], int, Hook]] = []
+        self._are_away = False
+
+    def add(self, part: nn.Module, before: Hook, after: Hook) -> None:
+        """Register the hooks of a submodule."""
+        key = part.register_forward_pre_hook(before, prepend=True).id
+        self._first.append((part._forward_pre_hooks, key, before))
+        key = part.register_forward_hook(after).id
+        self._last.append((part._forward_hooks, key, after))
+
+    def take_away(self) -> None:
+        """The unit begins. Compiled code has guards on hooks, so then they stay."""
+        if not (self._are_away or may_be_compiled()):
+            self._are_away = True
+            for hooks, key, _ in (*self._first, *self._last):
+                hooks.pop(key, None)
+
+    def put_back(self) -> None:
+        """The unit has returned, or a new pass begins."""
+        if self._are_away:
+            self._are_away = False
+            for hooks, key, hook in (*self._first, *self._last):
+                hooks[key] = hook
+            for hooks, key, _ in self._first:
+                hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
 
 
 class _PartHook(Hook):
