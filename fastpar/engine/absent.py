@@ -7,6 +7,10 @@ become nan without a word; its properties, views, and conversions for module.to(
 again. A parameter is made absent by changing its class, which costs nothing while it is whole. If a
 pass uses an absent parameter, it is gathered.
 
+Clipping by torch and GradScaler.unscale_ work on sharded gradients: a norm of a placeholder is that
+of the whole gradient, and elementwise changes by numbers reach this rank's shard. Not with tp or a
+pipeline, where no group of ranks has a whole gradient, nor if gradients lie on the host.
+
 A parameter that was added to the model or unfrozen after parallelize() has no engine, so each rank
 would train its own. The engine notices it when it reduces gradients. If all others are frozen there
 is nothing to reduce, and the check before an optimizer's step notices it.
@@ -122,6 +126,7 @@ class Absent(Tensor):
     _what = "parameter"
     _name = ""
     _ranks = (0, 1)
+    _of: Any = None  # a gradient's parameter, a weak reference
     zeroed = False
 
     @staticmethod
@@ -144,6 +149,8 @@ class Absent(Tensor):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         zeroes = name in ("zero_", "_foreach_zero_")
         listed = name.startswith(("_foreach_", "_amp_foreach_")) and name.endswith("_")
+        if (found := _on_gradients(func, args, kwargs)) is not None:
+            return found[0]
         touched = [args[0] if args else kwargs.get("self")] if name in _WRITERS or listed else []
         if name in _COPIES:
             touched = [args[0]]
@@ -217,6 +224,44 @@ def engines_of(params: Iterable[Tensor]) -> list[Any]:
     return [None if link is None else link.target for link in links]
 
 
+# What clip_grad_norm_, clip_grad_value_ and GradScaler do with gradients: [Note: absent tensors]
+
+_OF_EACH = {"clamp_", "clamp_max_", "clamp_min_", "div_", "mul_", "nan_to_num_"}
+
+
+def _on_gradients(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The result of a call that reduced gradients support, in a list of one; None: another call.
+
+    Elementwise functions with numbers act on this rank's shards.
+    """
+    name = getattr(func, "__name__", "")
+    one = name.removeprefix("_foreach_")
+    reads = name in ("linalg_vector_norm", "_foreach_norm")
+    unscales = name == "_amp_foreach_non_finite_check_and_unscale_"
+    if not (reads or unscales or one in _OF_EACH) or not args:
+        return None
+    grads: list[Any] = list(_tensors([args[0]]))
+    rest = [*args[1:], *kwargs.values()]
+    if not grads or not all(isinstance(x, Absent) and x._of for x in grads):
+        return None
+    if any(isinstance(x, list | tuple) or (isinstance(x, Tensor) and x.numel() > 1) for x in rest):
+        return None
+    params = [x._of() for x in grads]
+    engines = {id(engine): engine for engine in engines_of(params)}
+    engine = next(iter(engines.values()))
+    if len(engines) > 1 or not engine.has_whole_norms():
+        return None
+    if not reads:
+        engine.shards.change_grads(func, params, args[0], *args[1:], **kwargs)
+        return [None if unscales else args[0]]
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    if len(args) > 2 or set(kwargs) - {"ord", "dtype"}:
+        return None
+    norms = engine.shards.grad_norms(params, order)
+    norms = [x.to(kwargs.get("dtype") or grad.dtype) for x, grad in zip(norms, grads)]
+    return [norms if name == "_foreach_norm" else norms[0]]
+
+
 def _name_of(p: Tensor) -> str:
     engine = engine_of(p)
     return "?" if engine is None else engine.shards.name_of(p)
@@ -261,8 +306,10 @@ class AbsentParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs, outside, used = kwargs or {}, [], []
-        if _reads_values(func):
-            name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "")
+        if name in _OF_MEMORY:
+            _gather(args[0])
+        elif _reads_values(func):
             read = [args[:1]] if name in _LIKE else [args, *kwargs.values()]
             used = [x for x in _tensors(read) if type(x) is AbsentParameter]
             outside = [p for p in used if not _gather(p)]
@@ -306,6 +353,7 @@ _ABOUT = {
     "register_post_accumulate_grad_hook", "requires_grad_", "result_type", "retain_grad", "size",
     "storage", "storage_offset", "stride", "type", "untyped_storage",
 }  # fmt: skip
+_OF_MEMORY = {"data_ptr", "is_contiguous", "storage", "stride", "untyped_storage"}
 _LIKE = {"expand_as", "reshape_as", "to", "type_as", "view_as"}  # read only its form
 _CONVERSIONS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"}
 
@@ -368,15 +416,18 @@ class Marks:
             nan = torch.full((), float("nan"), dtype=p.dtype, device=p.device)
             name = self._name(position)
             known[position] = Absent.of(nan.expand(p.shape), "gradient", name, self._ranks)
+            known[position]._of = weakref.ref(p)
         self._marks = {position: known[position] for position in positions}
-        for position, mark in self._marks.items():
-            params[position].grad = mark
-            mark.zeroed = False  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunctionSubclass():
+            for position, mark in self._marks.items():
+                params[position].grad = mark
+                mark.zeroed = False  # type: ignore[attr-defined]
 
     def lift(self) -> None:
         """Remove placeholders before a backward, in which autograd must find none."""
-        for position in self._marks if self.hidden else ():
-            self._params[position].grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for position in self._marks if self.hidden else ():
+                self._params[position].grad = None
         self._marks.clear()
 
     def drop(self, positions: Iterable[int]) -> None:
@@ -391,8 +442,9 @@ class Marks:
             fired: a parameter that already has its next gradient from autograd.
         """
         cleared, zeroed = set(), []
-        for position, mark in self._marks.items():
-            grad = self._params[position].grad
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [self._params[position].grad for position in self._marks]
+        for (position, mark), grad in zip(self._marks.items(), grads):
             if grad is None or (self._params[position] is fired and grad is not mark):
                 cleared.add(position)
             elif grad is not mark:

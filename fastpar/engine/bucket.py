@@ -235,7 +235,7 @@ class _Node(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         made = weights()
         assert made is not None
-        return tuple(p.detach() for p in made.params)
+        return tuple(view.detach() for view in made.views)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
@@ -249,7 +249,7 @@ class BucketWeights:
     """The weights of a bucket as forwards read them.
 
     Args:
-        params: of the bucket, with their values.
+        params, views: of the bucket.
         places: (`module._parameters`, name, position of the parameter) of each use.
         collect: receives the gradients of a backward, None where a weight has none.
     """
@@ -257,10 +257,11 @@ class BucketWeights:
     def __init__(
         self,
         params: list[nn.Parameter],
+        views: list[Tensor],
         places: list[tuple[dict[str, Any], str, int]],
         collect: Any,
     ) -> None:
-        self.params, self._places, self.collect = params, places, collect
+        self.params, self.views, self._places, self.collect = params, views, places, collect
         self._hooks = [_hooks_of(p) for p in params]
         self._stream: Any = None
         self.outputs: tuple[Tensor, ...] = ()
@@ -269,7 +270,7 @@ class BucketWeights:
 
     def _make(self) -> None:
         """Make the node, on the current stream: its backward will run there."""
-        device = self.params[0].device
+        device = self.views[0].device
         if device.type == "cuda":
             self._stream = torch.cuda.current_stream(device)
         start = torch.zeros((), dtype=torch.float32, device=device, requires_grad=True)
@@ -284,18 +285,24 @@ class BucketWeights:
                 if hasattr(p, name):
                     setattr(output, name, getattr(p, name))
 
-    def lend(self) -> None:
-        """Give modules the node's outputs, of parameters that are in their places."""
+    def lend(self, *, shown: bool) -> None:
+        """Give modules the node's outputs, of parameters that are in their places.
+
+        Args:
+            shown: the parameters are views of the bucket, if nothing has moved them.
+        """
         stream = None if self._is_lent else self._stream  # modules may have the present outputs
         if not self.outputs or (stream and stream != torch.cuda.current_stream(stream.device)):
             self._make()
         self._is_lent = True
-        usable = self._usable = [
-            output.data_ptr() == p.data_ptr() and output.dtype is p.dtype and p.requires_grad
-            and len(p._backward_hooks or ()) == before
-            and len(p._post_accumulate_grad_hooks or ()) == after
-            for p, output, (before, after) in zip(self.params, self.outputs, self._hooks)
-        ]  # fmt: skip
+        with torch._C.DisableTorchFunctionSubclass():
+            usable = self._usable = [
+                p.requires_grad
+                and not (shown and (view.data_ptr() != p.data_ptr() or view.dtype is not p.dtype))
+                and len(p._backward_hooks or ()) == before
+                and len(p._post_accumulate_grad_hooks or ()) == after
+                for p, view, (before, after) in zip(self.params, self.views, self._hooks)
+            ]  # fmt: skip
         for parameters, name, position in self._places:
             if usable[position] and parameters.get(name) is self.params[position]:
                 parameters[name] = self.outputs[position]
@@ -304,17 +311,18 @@ class BucketWeights:
         """What forwards use after lend()."""
         return (self.outputs if self._usable[position] else self.params)[position]
 
-    def take_back(self) -> None:
-        """Give modules their parameters again."""
-        moved = self._is_lent = False
+    def take_back(self) -> dict[int, Tensor]:
+        """Give modules their parameters again; returns other memory that a forward gave them."""
+        self._is_lent, moved = False, {}
         for parameters, name, position in self._places:
-            output, p = self.outputs[position], self.params[position]
+            output = self.outputs[position]
             if parameters.get(name) is output:
-                parameters[name] = p
-                if output.data_ptr() != p.data_ptr():  # the forward gave it other memory
-                    p.data, moved = output.data, True  # which the engine's checks refuse
+                parameters[name] = self.params[position]
+                if output.data_ptr() != self.views[position].data_ptr():
+                    moved[position] = output.data
         if moved:
             self.outputs = ()
+        return moved
 
 
 def _hooks_of(p: Any) -> tuple[int, int]:
@@ -388,7 +396,8 @@ class BucketState:
         casts: whether gradients have another dtype than the parameters.
         shard: [S] this rank's shard of the newest parameters.
         stepped: [S] what an optimizer changes: shard, or its counterpart on the host.
-        live: whether the parameters are views of flat.
+        live: whether flat has the values; shown: whether the parameters are views of flat.
+        hides: parameters stay placeholders, as the forwards of this step use the node's outputs.
         rank: among the ranks that shard one replica.
         separate: whether shard has memory of its own.
         own: the range of shard in flat; storage: of stepped.
@@ -440,6 +449,8 @@ class BucketState:
         self.log: Any = None  # a comm.recorder.CollectiveLog, of all buckets
         self._placeholders = list(self.views)
         self.live = self.gathered_exact = True
+        self.shown = False
+        self.hides = False
         self.gathering: Handle | None = None
         self.weights: BucketWeights | None = None  # None: modules use the parameters themselves
         self._lent = False
@@ -500,7 +511,7 @@ class BucketState:
             self.shard.copy_(self.flat[self.own])
         for p in self.params:
             p.grad = None
-        self.make_live()
+        self._point()
 
     @property
     def rounds(self) -> bool:
@@ -549,23 +560,37 @@ class BucketState:
         self.kept = True
 
     def make_live(self) -> None:
-        """Make parameters views of flat, which has their values."""
-        if not self.live and not all(type(p) is AbsentParameter for p in self.params):
+        """Note that flat has the values; lends them, or makes parameters views of it."""
+        self.live = True
+        if not self.hides:
+            self.show()
+        if self._lent and self.weights is not None:
+            self.weights.lend(shown=self.shown)
+
+    def show(self) -> None:
+        """Make parameters views of flat, now or when it is live, in this step."""
+        self.hides = False
+        if not self.live or self.shown:
+            return
+        if not all(type(p) is AbsentParameter for p in self.params):
             self.check()  # absent parameters refuse other memory by themselves
+        self._point()
+
+    def _point(self) -> None:
         for p, view in zip(self.params, self.views):
             if type(p) is AbsentParameter:
                 p.__class__ = nn.Parameter  # type: ignore[assignment]
             p.data = view
-        self.live = True
-        if self._lent and self.weights is not None:
-            self.weights.lend()
+        self.shown = True
 
     def lend(self) -> None:
         """Give modules the outputs of its node, now or when it is live, until take_back()."""
-        if self.weights is not None:
-            self._lent = self.node_is_due = True
-            if self.live:
-                self.weights.lend()
+        if self.weights is None:
+            self.show()
+            return
+        self._lent = self.node_is_due = True
+        if self.live:
+            self.weights.lend(shown=self.shown)
 
     def weight(self, position: int) -> Tensor:
         """What a forward uses now: an output of its node, or the parameter."""
@@ -577,7 +602,9 @@ class BucketState:
         """End lend()."""
         if self._lent and self.weights is not None:
             self._lent = False
-            self.weights.take_back()
+            for position, moved in self.weights.take_back().items():
+                self.show()
+                self.params[position].data = moved  # which the engine's checks refuse
 
     def make_stale(self) -> None:
         """Mark parameters as out of date, at stage 3 free them; see "Stale parameters" above."""
@@ -586,16 +613,21 @@ class BucketState:
         self.take_back()
         self.check()
         self.live = False
+        if self.shown:
+            self._hide()
+        if self.stage.frees_parameters:
+            if self.poison:
+                self.flat.fill_(float("nan"))
+            self.flat.untyped_storage().resize_(0)
+
+    def _hide(self) -> None:
+        self.shown = False
         nan = self._nan(self.spec.dtype)
         self._placeholders = [nan.expand(shape) for shape in self._shapes]
         for p, placeholder in zip(self.params, self._placeholders):
             p.data = placeholder
             if type(p) is nn.Parameter:
                 p.__class__ = AbsentParameter
-        if self.stage.frees_parameters:
-            if self.poison:
-                self.flat.fill_(float("nan"))
-            self.flat.untyped_storage().resize_(0)
 
     def new_memory(self) -> list[tuple[int, Tensor]]:
         """(position, copy of the values) of live parameters whose p.data was replaced."""
@@ -631,14 +663,14 @@ class BucketState:
 
     def is_in_place(self, position: int) -> bool:
         """Whether the parameter still uses the bucket's memory, with the same layout."""
-        view = self.views[position] if self.live else self._placeholders[position]
+        view = self.views[position] if self.shown else self._placeholders[position]
         p = self.params[position]
         same = p.data_ptr() == view.data_ptr() and p.dtype == view.dtype
         return same and p.shape == view.shape and p.stride() == view.stride()
 
     def check(self) -> None:
         """Raise RuntimeError if a parameter was given other memory."""
-        if not self.live:
+        if not self.shown:
             found = [type(p) is AbsentParameter for p in self.params]  # refuse other memory
         else:
             found = [
@@ -935,6 +967,12 @@ class BucketState:
             self.has.clear()
         self.unsent.close()
         self.free_grad()
+
+    def forget_summands(self) -> None:
+        """Deterministic: reduced was changed and replaces the sum that made it."""
+        if self._reductions is not None and self.reduced is not None:
+            self._reductions = PairwiseSum()
+            self._reductions.push(self.reduced.clone())
 
     def free_grad(self) -> None:
         """Free the whole gradients, which have been sent, if the stage does."""

@@ -108,6 +108,11 @@ class Control:
         self._tokens = n if self._tokens is None else self._tokens + n
 
     @property
+    def counts_tokens(self) -> bool:
+        """Whether the step will divide gradients by tokens."""
+        return self._tokens is not None
+
+    @property
     def has_values(self) -> bool:
         """Whether tokens or values were added in this step."""
         return self._tokens is not None or bool(self._values)

@@ -32,7 +32,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import StepReport
 from fastpar.engine import absent
 from fastpar.engine.absent import Hook, Link
-from fastpar.engine.bucket import BucketState, BucketWeights, Stage, checked
+from fastpar.engine.bucket import ON_DEVICE, BucketState, BucketWeights, Stage, checked
 from fastpar.engine.control import Control
 from fastpar.engine.debug import Debug, InputCheck, check_replicas
 from fastpar.engine.gathers import ROOT, Gathers, RootHook, may_be_compiled
@@ -132,7 +132,8 @@ class Engine:
         for bucket, places in uses.items():
             if bucket.sources is None:  # they look at p.grad
                 collect = functools.partial(_collect, weakref.ref(self), weakref.ref(bucket))
-                bucket.weights = BucketWeights(bucket.params, places, collect)
+                bucket.weights = BucketWeights(bucket.params, bucket.views, places, collect)
+                bucket.hides = self.stage.shards
 
     @property
     def lends(self) -> bool:
@@ -326,6 +327,16 @@ class Engine:
         if self.phase is StepPhase.LOCAL:
             self._reduce()
         self.partials.sum()
+
+    def has_whole_norms(self) -> bool:
+        """Whether the ranks of a replica together have all gradients, reduced and final. Ranks:
+        all, if some are not reduced yet."""
+        shards = self.shards
+        split = shards.declared is not None or shards.stages is not None
+        if split or shards.storage is not ON_DEVICE or not self.stage.shards:
+            return False
+        self.reduce_rest()
+        return self.phase is StepPhase.REDUCED and not self.control.counts_tokens
 
     def exchange(self, bins: Tensor | None) -> Tensor | None:
         """The control exchange: sum of all ranks' norm bins. Ranks: all, once per step."""

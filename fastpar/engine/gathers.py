@@ -23,8 +23,8 @@ recomputation (activation checkpointing) hooks gather but do not free, because t
 follows. The start of a unit's backward is detected by gates: hooks on the autograd nodes of its
 outputs, which stay in place if an output is changed in place. A unit stays until the end of
 backward if its outputs have no node or are parameters, or if a parameter was used while it was
-absent (absent.py). A submodule called from outside its unit counts as the unit. The backward of a graph made by a backward
-(create_graph=True) has no gates and would use freed memory: it is refused.
+absent (absent.py). A submodule called from outside its unit counts as the unit. The backward of a
+graph made by a backward (create_graph=True) has no gates and would use freed memory: it is refused.
 
 Hooks of other code see whole parameters: in hooks of a unit and of the modules inside it, because
 the engine's hooks run first before a forward and last after it; in hooks of modules outside units,
@@ -218,9 +218,10 @@ class Gathers:
         """Gather an absent parameter whose values are used, until the end of the pass and of its
         backward; False: no pass runs."""
         in_backward = torch._C._current_graph_task_id() != -1
-        if not self._depth and not in_backward:
-            return False
         bucket = self._shards.bucket_of(p)
+        if not self._depth and not in_backward:
+            bucket.show()
+            return bucket.shown
         index = bucket.spec.unit
         self._done.discard(bucket)
         self.need(index)
@@ -230,6 +231,7 @@ class Gathers:
             if self._listener.lends:
                 bucket.used_directly = True
                 bucket.lend()
+        bucket.show()
         return True
 
     def replay_forward(self) -> None:
@@ -269,6 +271,7 @@ class Gathers:
         self._stay.clear()
         for bucket in self._shards.buckets:
             bucket.kept = False
+            bucket.hides = bucket.weights is not None and bucket.stage.shards
         self.passes_since_step.clear()
         self.entered.clear()
 
@@ -333,9 +336,7 @@ class Gathers:
 
     # Hooks
 
-    def before_forward(
-        self, index: int, parts: _PartHooks, module: nn.Module, args: tuple
-    ) -> None:
+    def before_forward(self, index: int, parts: _PartHooks, module: nn.Module, args: tuple) -> None:
         """Hook: a module of the unit is called."""
         if self._in_a_transform():
             self._shards.keep(self.buckets[index])  # for the derivative, which has no gates
@@ -356,7 +357,14 @@ class Gathers:
             self.launch_stale()
             for bucket in self._shards.buckets:
                 bucket.finish_gather()
-        if not in_backward and self._listener.lends and (self.frees or index == ROOT):
+        self._provide(index, in_backward)
+
+    def _provide(self, index: int, in_backward: bool) -> None:
+        """Give a unit's modules what they compute with: outputs of nodes, or parameters."""
+        if in_backward or not self._listener.lends:
+            for bucket in self.buckets[index]:
+                bucket.show()
+        elif self.frees or index == ROOT:
             for bucket in self.buckets[index] if self.frees else self._shards.buckets:
                 bucket.lend()
 
@@ -457,15 +465,15 @@ class Gathers:
             self._shards.keep(self.buckets[index])
             return
         self._stay_last(part)
-        if self._is_live(index):
-            return
-        self.need(index)
-        if torch._C._current_graph_task_id() == -1:
-            self._note_use(index)
-            if index != ROOT:
-                self._opened.append(part)
-                for bucket in self.buckets[index] if self._listener.lends else ():
-                    bucket.lend()
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not self._is_live(index):
+            self.need(index)
+            if not in_backward:
+                self._note_use(index)
+                if index != ROOT:
+                    self._opened.append(part)
+        if in_backward or self.frees:
+            self._provide(index, in_backward)
 
     def after_part(self, index: int, part: nn.Module, args: tuple, output: Any) -> None:
         """Hook: the submodule has returned."""

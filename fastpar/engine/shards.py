@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,8 +82,11 @@ class Shards:
             for attribute, p in module._parameters.items()
             if p is not None and p.requires_grad
         ]
-        self._modules = [weakref.ref(module) for module in model.modules()]
+        self._tables = [
+            table for module in model.modules() for table in (module._modules, module._parameters)
+        ]
         self._checked: list[int] | None = None  # the modules and parameters that check() accepted
+        self._norms: tuple[Any, list[Tensor]] | None = None  # of the gradients, in grad_norms()
         # Inside of gathered(): the buckets to free at its end.
         self._unused: set[BucketState] | None = None
 
@@ -122,6 +125,8 @@ class Shards:
         """
         stale = [bucket for bucket in self.buckets if not bucket.exact]
         self.gather(stale)
+        for bucket in self.buckets:
+            bucket.show()
         outer = self._unused
         inside = self._unused = set() if outer is None else outer
         inside.update(bucket for bucket in stale if bucket.separate)
@@ -152,6 +157,8 @@ class Shards:
         assert self._unused is not None
         self._unused.update(bucket for bucket in self.buckets if bucket.separate)
         self.gather(self.buckets)
+        for bucket in self.buckets:
+            bucket.show()
 
     def free(self, bucket: BucketState) -> None:
         """Free a bucket that no pass needs now; inside of gathered() at its end."""
@@ -186,7 +193,7 @@ class Shards:
                     yield p, bucket.slot_of(bucket.stepped, i)
                 continue
             self.gather([bucket])
-            yield from ((p, p.detach()) for p in bucket.params)
+            yield from zip(bucket.params, bucket.views)
             if stale and bucket.separate:
                 bucket.make_stale()
 
@@ -207,7 +214,7 @@ class Shards:
         bucket.kept = False
         bucket.storage.write_weights(bucket)
         if bucket.live:
-            return p.detach().view(-1), 0, p.numel()
+            return bucket.views[self.places[p][1]].view(-1), 0, p.numel()
         return self.piece(p).param.detach().view(-1), start, stop
 
     @torch.no_grad()
@@ -226,7 +233,7 @@ class Shards:
             if bucket.shard is not bucket.stepped:
                 bucket.shard.copy_(bucket.stepped)
         if bucket.live:
-            p.copy_(local)
+            bucket.views[self.places[p][1]].copy_(local)
 
     # Pieces
 
@@ -321,6 +328,50 @@ class Shards:
                 found.update({p: self.piece(p) for p in bucket.params})
         return found
 
+    def _reduced(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """This rank's pieces of reduced gradients."""
+        grads = (self.piece(p).grad for p in params)
+        return [grad for grad in grads if grad is not None]
+
+    def grad_norms(self, params: Iterable[Tensor], ord: float) -> list[Tensor]:
+        """The norm of each whole gradient, fp32 []. Ranks: all; one collective for all parameters,
+        until gradients change."""
+        grads = [bucket.reduced for bucket in self.buckets]
+        known = float(ord), [(x.data_ptr(), x._version) for x in grads if x is not None]
+        if self._norms is None or self._norms[0] != known:
+            zero = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
+            pieces = self._reduced(self.params)
+            norms = [torch.linalg.vector_norm(x, ord, dtype=zero.dtype) for x in pieces if len(x)]
+            left = iter(norms)
+            each = torch.stack([next(left) if len(x) else zero for x in pieces])
+            rows = self._from_ranks(each, "norms of gradients after")
+            self._norms = known, [*torch.linalg.vector_norm(rows, ord, dim=0)]
+        return [self._norms[1][self.index[p]] for p in params]  # type: ignore[index]
+
+    def change_grads(
+        self, func: Callable[..., Any], params: Sequence[Tensor], given: Any, *args: Any, **kw: Any
+    ) -> None:
+        """func(given, ...) in place, of this rank's shards of these gradients; given: a placeholder
+        or a list of them. Ranks: all if func checks for overflows, the first of args."""
+        grads = self._reduced(params)
+        if isinstance(given, Tensor):
+            func(grads[0], *args, **kw)
+        elif full := [grad for grad in grads if len(grad)]:
+            func(full, *args, **kw)
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            found_inf = args[0]
+            found_inf.copy_(self._from_ranks(found_inf.view(1), "overflows after").amax())
+        for bucket in self.by_bucket(params):
+            bucket.forget_summands()
+
+    def _from_ranks(self, x: Tensor, what: str) -> Tensor:
+        """[ranks of a replica, *x.shape]: x of each."""
+        group = self.buckets[0].groups.gather
+        if group is None:
+            return x[None]
+        with self.log.naming(what, self.buckets[-1].spec.index), self.log.timer.waiting():
+            return group.exact.gathered(x)
+
     def full(self, values: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
         """Join every rank's part of a tensor. Ranks: all that share the replica.
 
@@ -412,21 +463,10 @@ class Shards:
                     f"Engine: parameter '{name}' was frozen at fastpar.parallelize and now has "
                     "requires_grad=True; set requires_grad before fastpar.parallelize"
                 )
-        parts = self._parts()
-        if parts is None or parts != self._checked:
+        parts = [id(x) for table in self._tables for x in table.values()]
+        if parts != self._checked:
             known = self._check_parts()
             self._checked = parts if known else None
-
-    def _parts(self) -> list[int] | None:
-        """Identities of all modules and parameters below the model's; None if one is gone."""
-        found: list[int] = []
-        for ref in self._modules:
-            module = ref()
-            if module is None:
-                return None
-            found.extend(map(id, module._modules.values()))
-            found.extend(map(id, module._parameters.values()))
-        return found
 
     def _check_parts(self) -> bool:
         """check() of the model's modules; whether it has no other parameters."""

@@ -8,7 +8,7 @@ tokens: then no call may fall back, because the module's own forward would not s
 [Note: parts that are not called] A swapped module uses the weights of its plain parts directly. A
 part with hooks, a wrapped forward or a changed class is called instead, and is not fused
 (test_hooks_run_in_a_patched_model). Hooks that only gather weights do not count, see
-fastpar.nn.modules.with_weights.
+fastpar.nn.modules.has_hooks.
 
 [Note: the loss without logits] fused_loss=True, for models of nanoGPT's shape:
 forward(idx, targets=None) -> (logits, loss). Without targets such a model computes logits for the
@@ -42,7 +42,6 @@ from fastpar.nn.modules import (
     is_plain,
     linear_gelu,
     project,
-    with_weights,
 )
 from fastpar.nn.tp_layers import (
     TokenDropout,
@@ -101,10 +100,7 @@ def is_observed(attn: nn.Module) -> bool:
     The recorder stays after the first call with output_hidden_states. When it does record, attn
     has a mask or MASK_HINT that makes it fall back.
     """
-    if attn._forward_pre_hooks or attn._backward_hooks or attn._backward_pre_hooks:
-        return True
-    names = [getattr(hook, "__name__", "") for hook in attn._forward_hooks.values()]
-    return any(name != "output_capturing_hook" for name in names)
+    return has_hooks(attn, besides="output_capturing_hook")
 
 
 class Norm(Swapped):
@@ -251,9 +247,7 @@ class Block(Swapped):
         norm: Any = _norm_weights(self.ln_2)
         y, _ = attn.fused_heads(self.ln_1(x), self._for_attention(given))
         p = resid_rate(attn, attn.option("resid"))
-        called = tp_of(attn.c_proj) is None and not is_plain(attn.c_proj)
-        used = [self.ln_2] if called else [attn.c_proj, self.ln_2]
-        y, x = with_weights(lambda: residual_norm(attn.c_proj, y, x, norm, p, cp_of(attn)), *used)
+        y, x = residual_norm(attn.c_proj, y, x, norm, p, cp_of(attn))
         return x + self.mlp(y)
 
     def _for_attention(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -388,15 +382,11 @@ def head_fits(head: Any) -> bool:
 
 def head_loss(head: Any, x: Tensor, labels: Tensor, **options: Any) -> Tensor:
     """The cross-entropy of a linear layer's logits, without the logits."""
-
-    def compute() -> Tensor:
-        if tp_of(head) is not None:
-            return head.loss(x, labels, **options)
-        dtype = autocast_dtype(x) or x.dtype
-        weight = head.weight if dtype == x.dtype else head.weight.to(dtype)
-        return linear_cross_entropy(x.to(dtype), weight, labels, **options)
-
-    return with_weights(compute, head)
+    if tp_of(head) is not None:
+        return head.loss(x, labels, **options)
+    dtype = autocast_dtype(x) or x.dtype
+    weight = head.weight if dtype == x.dtype else head.weight.to(dtype)
+    return linear_cross_entropy(x.to(dtype), weight, labels, **options)
 
 
 class Model(Swapped):

@@ -8,15 +8,13 @@ and state_dict keys, and use the parts' weights directly. A part that is more th
 (hooks, a wrapped forward, or another class, as adapters and quantizers have) is called instead
 (test_parts_with_hooks_or_another_forward_are_called).
 
-[Note: gathered weights] Under ZeRO a part's weights are not always present: forward hooks of the
-engine gather them. Such a hook has gathers_weights = True and reads no input. Code that uses the
-weights without calling the part runs these hooks around the use, so the op stays fused
-(test_a_patched_model_stays_fused_at_every_stage).
+[Note: gathered weights] Under ZeRO a part's weights are not always present: the engine's forward
+hooks gather them with those of the whole block. Such a hook has gathers_weights = True; it is no
+reason to call the part (test_a_patched_model_stays_fused_at_every_stage).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,30 +45,20 @@ def autocast_norm(x: Tensor) -> Tensor:
     return x.float() if x.is_cuda and autocast_dtype(x) is not None else x
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module runs more than its forward and hooks that gather its weights."""
+def has_hooks(module: nn.Module, besides: str = "") -> bool:
+    """Whether a call of the module runs more than its forward and hooks that gather its weights.
+
+    Args:
+        besides: the name of another hook that does not count.
+    """
     before, after = module._forward_pre_hooks, module._forward_hooks
     if module._backward_hooks or module._backward_pre_hooks:
         return True
     if not (before or after):
         return False
     hooks = (*before.values(), *after.values())
-    return not all(getattr(hook, "gathers_weights", False) for hook in hooks)
-
-
-def with_weights(compute: Callable[[], Any], *layers: nn.Module) -> Any:
-    """Returns compute(), which uses the layers' weights without calling the layers.
-
-    No layer may have other hooks, see has_hooks() and [Note: gathered weights].
-    """
-    for layer in layers:
-        for gather in layer._forward_pre_hooks.values():
-            gather(layer, ())
-    output: Any = compute()
-    for layer in reversed(layers):
-        for release in layer._forward_hooks.values():
-            release(layer, (), output)
-    return output
+    others = (hook for hook in hooks if not getattr(hook, "gathers_weights", False))
+    return any(getattr(hook, "__name__", None) != besides for hook in others)
 
 
 def is_conv1d(layer: nn.Module) -> bool:
@@ -91,13 +79,11 @@ def is_plain(layer: nn.Module) -> bool:
 
 def project(layer: nn.Module, x: Tensor) -> Tensor:
     """layer(x), on kernels.linear if the layer is plain."""
-    if not is_plain(layer):
-        return layer(x)
-    return with_weights(lambda: product(layer, x, layer.bias), layer)
+    return product(layer, x, layer.bias) if is_plain(layer) else layer(x)
 
 
 def product(layer: nn.Module, x: Tensor, bias: Any = None) -> Tensor:
-    """x @ weight + bias of a plain layer whose weight is present; see with_weights()."""
+    """x @ weight + bias of a plain layer."""
     weight: Any = layer.weight
     multiply = linear if autocast_dtype(x) is None else F.linear
     return multiply(x, weight.t() if is_conv1d(layer) else weight, bias)
@@ -108,7 +94,7 @@ def linear_gelu(layer: nn.Module, x: Tensor, approximate: str) -> Tensor:
     if not is_plain(layer):
         return bias_gelu(layer(x), approximate=approximate)
     bias: Any = layer.bias
-    return with_weights(lambda: bias_gelu(product(layer, x), bias, approximate=approximate), layer)
+    return bias_gelu(product(layer, x), bias, approximate=approximate)
 
 
 def norm_rows(module: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> tuple[Tensor, Tensor | None]:
