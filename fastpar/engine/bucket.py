@@ -18,9 +18,10 @@ bytes until fill_missing(). At stage 0 p.grad is then a view of the bucket (p.ma
 gradient's dtype is not the parameter's); at other stages p.grad is None.
 
 Stale parameters: after a step a rank holds only its own shard of the new parameters; at stage 3
-also between uses. Until they are gathered, p.data is a placeholder of the right shape with one nan
-for all elements: readers see nans instead of old values, and do not touch freed memory, which would
-crash. Tensors that autograd saved keep the storage, which is resized and filled again in place.
+also between uses. p.data is then a placeholder of the right shape with one nan for all elements:
+readers see nans instead of old values, and do not touch freed memory, which would crash. It stays
+one after a gather, as forwards use the node's outputs, until code reads p itself (show()). Tensors
+that autograd saved keep the storage, which is resized and filled again in place.
 
 [Note: nodes]
 Each bucket has one autograd node: its outputs are the weights of forwards, its backward has their
@@ -235,7 +236,8 @@ class _Node(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         made = weights()
         assert made is not None
-        return tuple(view.detach() for view in made.views)
+        pairs = zip(made.params, made.views)  # gathers are no changes that autograd may count
+        return tuple(v.data if type(p) is AbsentParameter else p.detach() for p, v in pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:

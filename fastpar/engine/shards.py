@@ -82,9 +82,8 @@ class Shards:
             for attribute, p in module._parameters.items()
             if p is not None and p.requires_grad
         ]
-        self._tables = [
-            table for module in model.modules() for table in (module._modules, module._parameters)
-        ]
+        self._modules = [weakref.ref(module) for module in model.modules() if module._modules]
+        self._parameters = [module._parameters for module in model.modules()]
         self._checked: list[int] | None = None  # the modules and parameters that check() accepted
         self._norms: tuple[Any, list[Tensor]] | None = None  # of the gradients, in grad_norms()
         # Inside of gathered(): the buckets to free at its end.
@@ -463,7 +462,9 @@ class Shards:
                     f"Engine: parameter '{name}' was frozen at fastpar.parallelize and now has "
                     "requires_grad=True; set requires_grad before fastpar.parallelize"
                 )
-        parts = [id(x) for table in self._tables for x in table.values()]
+        parts = [id(p) for table in self._parameters for p in table.values()]
+        for module_ref in self._modules:
+            parts += map(id, getattr(module_ref(), "_modules", {}).values())
         if parts != self._checked:
             known = self._check_parts()
             self._checked = parts if known else None

@@ -296,10 +296,8 @@ REFUSED = {
         ),
     ],
     GRADIENT: [
-        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True),
-        lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
-        lambda model: model.head.bias.grad.mul_(0.5),
+        lambda model: model.head.bias.grad.mul_(torch.ones(C)),
+        lambda model: model.head.bias.grad.view(-1).mul_(0.5),
         lambda model: model.head.bias.grad.data.div_(2),
         lambda model: model.scale.grad.add_(1),
         lambda model: model.head.bias.grad.detach().clamp_(0),
@@ -355,6 +353,94 @@ READ = {  # of parameters
         torch.enable_grad()(lambda p: p.square().sum()),
     ],
 }
+
+
+# Gradients changed between backward and step, as loops with plain torch do
+
+
+def by_norm(order, **options):
+    def clip(params, scaler):
+        return nn.utils.clip_grad_norm_(params, 0.05, norm_type=order, **options)
+
+    return clip
+
+
+def by_value(params, scaler):
+    nn.utils.clip_grad_value_(params, 1e-2)
+    return nn.utils.get_total_norm([p.grad for p in params])
+
+
+def by_hand(params, scaler):
+    for p in params:
+        p.grad.mul_(0.25).clamp_(min=-0.05)
+    return nn.utils.get_total_norm([p.grad for p in params])
+
+
+def one_alone(params, scaler):
+    params[3].grad.div_(torch.tensor(3.0))
+    return params[3].grad.new_zeros(()) + torch.linalg.vector_norm(params[3].grad)
+
+
+def unscaled(params, scaler):
+    return scaler.norm_after_unscale(params)
+
+
+class Scaler:
+    """torch.amp.GradScaler's call on lists of gradients; the scale is 8."""
+
+    def __init__(self, overflows):
+        self.found_inf, self.overflows = torch.zeros(1), overflows
+
+    def norm_after_unscale(self, params):
+        grads = [p.grad for p in params]
+        if self.overflows:
+            torch._foreach_mul_(grads, float("inf"))
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            grads, self.found_inf, torch.tensor([1 / 8])
+        )
+        return self.found_inf.squeeze() if self.overflows else by_norm(2.0)(params, self)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [by_norm(2.0), by_norm(float("inf")), by_norm(1.0, foreach=True), by_value, by_hand, one_alone,
+     unscaled],
+)  # fmt: skip
+def test_gradients_that_are_changed_by_hand_are_those_of_one_process(
+    change, overflows, deterministic
+):
+    if overflows and change is not unscaled:
+        pytest.skip("an overflow is GradScaler's matter")
+
+    def train(model, rank, ranks):
+        optimizer = AdamW(model.parameters(), lr=0.05, eps=1e-3)
+        norms = []
+        for i in range(3):
+            for micro in range(2):  # of a step
+                x = torch.randn(4, C, generator=torch.Generator().manual_seed(2 * i + micro))
+                mine = x.view(ranks, -1, C)[rank] if ranks > 1 else x
+                model(mine).square().mean().backward()
+            scaler = Scaler(overflows and i == 1)
+            norms.append(change(list(model.parameters()), scaler))
+            if not scaler.found_inf:
+                optimizer.step()
+            optimizer.zero_grad()
+        return torch.stack([x.detach() for x in norms]), whole(model)
+
+    def run(stage, shard_size):
+        options = {"zero_stage": stage, "deterministic": deterministic, **SMALL}
+        mesh = Mesh()
+        model = parallelize(fill(Net()), mesh, Parallel.of(**options, shard_size=shard_size))
+        return train(model, mesh.rank, mesh.world_size)
+
+    norms, expected = train(fill(Net()), 0, 1)
+    for stage, shard_size in ((1, None), (2, 2), (3, None)):
+        for got_norms, got in run_ranks(run, 4, stage, shard_size):
+            torch.testing.assert_close(got_norms, norms, rtol=1e-5, atol=0)
+            for name, value in got.items():
+                torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
 
 
 def swa(model):
@@ -429,7 +515,7 @@ READS = (
     lambda x: torch.stack([x, x]),
     lambda x: torch.zeros(C).copy_(x),
     lambda x: torch.ones(C).add_(x),
-    lambda x: torch._foreach_norm([x])[0],
+    lambda x: torch._foreach_add([x], 1)[0],
     lambda x: torch.add(x, 1, out=torch.zeros(C)),
 )
 
