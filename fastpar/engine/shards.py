@@ -82,7 +82,7 @@ class Shards:
             for attribute, p in module._parameters.items()
             if p is not None and p.requires_grad
         ]
-        self._modules = [weakref.ref(module) for module in model.modules() if module._modules]
+        self._modules = [weakref.ref(module) for module in model.modules()]
         self._parameters = [module._parameters for module in model.modules()]
         self._checked: list[int] | None = None  # the modules and parameters that check() accepted
         self._norms: tuple[Any, list[Tensor]] | None = None  # of the gradients, in grad_norms()
