@@ -40,6 +40,7 @@ else:
         # `python -m` warns about a module that its own package imports, as this package must.
         warnings.filterwarnings("ignore", message="'fastpar.kernels.backend' found in sys.modules")
 
+    from fastpar.kernels.activation import activation
     from fastpar.kernels.adamw import Hyper, adamw_step_, adamw_step_flat_
     from fastpar.kernels.attention import attention, attention_qkvpacked
     from fastpar.kernels.backend import keep_freed_memory
@@ -62,16 +63,17 @@ else:
     from fastpar.kernels.permute import combine, permute
     from fastpar.kernels.philox import Rng, draw_key, dropout, keep_mask, make_key, quantize_p
     from fastpar.kernels.quantize import dequantize_blockwise, quantize_blockwise
+    from fastpar.kernels.rope import rope
     from fastpar.kernels.route import route
 
     _register_flops()
 
     __all__ = [
-        "DelayedScales", "Fp8", "Hyper", "Rng", "accumulate_", "adamw_step_", "adamw_step_flat_",
-        "attention", "attention_qkvpacked", "bias_gelu", "combine", "cross_entropy",
-        "cross_entropy_shard", "cross_entropy_shard_grad", "dequantize_blockwise", "draw_key",
+        "DelayedScales", "Fp8", "Hyper", "Rng", "accumulate_", "activation", "adamw_step_",
+        "adamw_step_flat_", "attention", "attention_qkvpacked", "bias_gelu", "combine",
+        "cross_entropy", "cross_entropy_shard", "cross_entropy_shard_grad", "dequantize_blockwise", "draw_key",
         "dropout", "embedding", "gelu_mlp", "global_norm", "grouped_linear", "keep_freed_memory",
         "keep_mask", "layer_norm", "linear", "linear_cross_entropy", "make_key", "orthogonalize",
         "pack_", "permute", "quantize_blockwise", "quantize_p", "residual_layer_norm",
-        "residual_rms_norm", "rms_norm", "route", "sum_shards", "unpack_",
+        "residual_rms_norm", "rms_norm", "rope", "route", "sum_shards", "unpack_",
     ]  # fmt: skip

@@ -33,10 +33,10 @@ from fastpar.comm.wires import CODES, FORMATS
 from fastpar.files.tensor_file import DTYPES
 from fastpar.kernels import DelayedScales
 from fastpar.settings.model import (
-    FIRST,
-    LAST,
     GPTConfig,
     block_parts,
+    first_parts,
+    last_parts,
     parameters_of,
     products,
     shapes_of,
@@ -205,14 +205,15 @@ def _buckets(
     rounded: str,
 ) -> GPTBuckets:
     dtypes = DTYPES[dtype], DTYPES[grad_dtype]
-    table, positions = shapes_of(FIRST, shape, *split)
-    both = [block_parts(), block_parts(experts=True)]
-    blocks, end = [shapes_of(b, shape, *split) for b in both], shapes_of(LAST, shape, *split)
+    table, *more = shapes_of(first_parts(shape), shape, *split)
+    both = [block_parts(shape), block_parts(shape, experts=True)]
+    blocks = [shapes_of(b, shape, *split) for b in both]
+    end = shapes_of(last_parts(shape), shape, *split)
     named = [[*parameters_of(b)] for b in both]
     dense, sparse = (sum(map(math.prod, b)) for b in blocks)
     # parallelize() merges neighbouring units up to the cap of the first bucket.
     unit, free = int(not by_unit), 0.0
-    before = [table] * (first or last) + [positions] * first
+    before = [table] * (first or (last and shape.tied)) + more * first
     shapes, units, names = [*before], [ROOT] * len(before), [""] * len(before)
     experts, shared = [], split[-1] > 1
     for layer in layers:

@@ -72,10 +72,10 @@ from fastpar.kernels.op import define_autograd, define_op, refuse_double_backwar
 from fastpar.kernels.philox import Rng, keep_mask, quantize_p
 from fastpar.settings.mesh import divisors, parse_grid
 from fastpar.settings.model import (
-    FIRST,
-    LAST,
     GPTConfig,
     block_parts,
+    first_parts,
+    last_parts,
     shapes_of,
     split_products,
     widths,
@@ -404,7 +404,7 @@ class Gridded(Axis):
         n, width, item = setup.tokens_of_rank(workload), shape.n_embd, setup.weight_bytes
         layers, full = shape.n_layer, setup.activation_checkpointing == "full"
         passes, forwards = n_micro * layers, 2 if full else 1
-        parts, sizes, split = block_parts(), widths(shape, c), split_products()
+        parts, sizes, split = block_parts(shape), widths(shape, c), split_products(shape)
         columns, steps = sum(by_columns for _, by_columns in split), 2 * n_micro
         wide = 8.0 if item == 8 else 4.0
 
@@ -433,7 +433,7 @@ class Gridded(Axis):
         # Gradients of positions, norms and biases, which are partial sums on the rows.
         vectors, ends, (positions,) = (
             [math.prod(s) for s in shapes_of(some, shape, c, r) if len(s) == n]
-            for some, n in ((parts, 1), (LAST, 1), (FIRST[1:], 2))
+            for some, n in ((parts, 1), (last_parts(shape), 1), (first_parts(shape)[1:], 2))
         )
         partial = positions + sum(ends) + layers * sum(vectors)
         mine = partial * setup.grad_bytes / setup.n_shards

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
@@ -44,12 +45,14 @@ from fastpar.models.hf import (
     EXPERTS,
     INDEX_FILE,
     MASKS,
+    OWN,
     PREFIX,
     WEIGHTS_FILE,
     check_dense,
     differences,
     index_json,
     is_conv1d,
+    load_hf,
     read_config,
     save_hf,
     unsupported_field,
@@ -373,8 +376,30 @@ def _export_folder(source: Path, to: Path, dtype: torch.dtype | None, average: b
     if average and not any(key.endswith("/average") for key in states):
         raise _no_average(source)
     config = read_object(source / CONFIG, links=True) if (source / CONFIG).exists() else {}
-    if config.get("model_type") == EXPERTS:
+    if config.get("model_type") in (EXPERTS, OWN):
         check_dense("fastpar export", config.get("n_expert", 1))
+    if config.get("model_type") == OWN:
+        with tempfile.TemporaryDirectory(dir=to.parent, prefix=f"{to.name}.") as own:
+            _write_folder(source, Path(own) / "own", manifest, states, config, dtype, average)
+            ids = {f"{end}_token_id": config.get(f"{end}_token_id") for end in ("bos", "eos")}
+            save_hf(load_hf(Path(own) / "own"), to, **ids)
+        for name in _texts(source, manifest):
+            if name != CONFIG:
+                shutil.copyfile(source / name, to / name)
+        return
+    _write_folder(source, to, manifest, states, config, dtype, average)
+
+
+def _write_folder(
+    source: Path,
+    to: Path,
+    manifest: Manifest,
+    states: dict[str, Any],
+    config: dict[str, Any],
+    dtype: torch.dtype | None,
+    average: bool,
+) -> None:
+    """The folder's files in their own format."""
     to.mkdir(parents=True)
     for name in _texts(source, manifest):
         shutil.copyfile(source / name, to / name)

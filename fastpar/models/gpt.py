@@ -1,6 +1,10 @@
-"""GPT-2 as published: learned positions, pre-norm blocks, tanh-GELU, head tied to the embedding.
+"""GPT-2 as published, and the blocks of Llama, Qwen3 and NanoChat: fields of GPTConfig.
 
-Shape legend: B batch, T time, C n_embd, H heads, D head dim, F 4*C, V vocabulary (Vp padded).
+Shape legend: B batch, T time, C n_embd, H heads, D head dim, F inner, V vocabulary (Vp padded).
+
+[Note: grouped heads] c_attn's rows are R + 2 equal groups: R of queries, keys, values, each of G
+heads (R = 1, G = H in GPT-2). Head j of group i and j of the keys belong together, so tp splits all
+groups alike, and attention sees the head i of G groups as head j * R + i.
 
 [Note: delayed residual] A block returns (x, delta): the residual stream without its MLP's output,
 and that output. The next norm adds them, so that everywhere in the network the residual add, its
@@ -71,9 +75,10 @@ from fastpar.kernels import (
     DelayedScales,
     Fp8,
     Rng,
+    activation,
     attention,
     attention_qkvpacked,
-    bias_gelu,
+    cross_entropy,
     draw_key,
     dropout,
     embedding,
@@ -81,23 +86,26 @@ from fastpar.kernels import (
     linear,
     linear_cross_entropy,
     residual_layer_norm,
+    residual_rms_norm,
+    rms_norm,
+    rope,
 )
 from fastpar.settings.model import (
-    FIRST,
-    LAST,
     SPLIT,
     VOCAB_MULTIPLE,
     GPTConfig,
     Part,
     block_parts,
     count_parameters,
+    first_parts,
     flops_per_token,
+    last_parts,
     parameters_of,
     part_flops,
     products,
     shapes_of,
 )
-from fastpar.sharding.placements import Shard, State
+from fastpar.sharding.placements import Partial, Shard, State
 
 
 class Tokens(NamedTuple):
@@ -132,35 +140,48 @@ def dropout_at(
 
 
 class Weights(nn.Module):
-    """weight[shape] and, unless bias=False, bias[shape[0]]; the ops of fastpar.kernels use them."""
+    """weight[shape] and, unless bias=False, bias[shape[0]]; the ops of fastpar.kernels use them.
+
+    Attributes:
+        matrices: rows of the matrices of which the weight consists, in equal parts: (1,) or those
+            of q, k and v.
+    """
 
     fp8: Fp8 | None = None  # for products with the weight
+    matrices: tuple[int, ...] = (1,)
 
-    def __init__(self, *shape: int, bias: bool = True):
+    def __init__(self, *shape: int, bias: bool = True, weight: bool = True):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape))
+        self.weight: Any = nn.Parameter(torch.empty(shape)) if weight else None
         self.bias = nn.Parameter(torch.empty(shape[0])) if bias else None
 
     def extra_repr(self) -> str:
-        return f"{list(self.weight.shape)}, bias={self.bias is not None}"
+        shape = None if self.weight is None else list(self.weight.shape)
+        return f"{shape}, bias={self.bias is not None}"
 
 
-class LayerNorm(Weights):
+class Norm(Weights):
     """The norm of x + dropout(delta + delta_bias), and that sum; see [Note: delayed residual]."""
 
     tp: TensorParallel | None = None
 
-    def __init__(self, shape: tuple[int, ...], eps: float):
-        super().__init__(*shape)
-        self.eps = eps
+    def __init__(self, config: GPTConfig, part: Part):
+        super().__init__(config.n_embd, bias=part.bias, weight=part.weight)
+        self.eps, self.rms = config.layer_norm_eps, part.op == "rms_norm"
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
         self.tp = tp
-        return {"weight": tp.per_token, "bias": tp.per_token}
+        return {name: tp.per_token for name, _ in self.named_parameters()}
 
     def forward(
         self, x: Tensor, delta: Tensor | None, delta_bias: Tensor | None = None, **dropout: Any
     ) -> tuple[Tensor, Tensor]:
+        if self.rms and delta is None:
+            return rms_norm(x, self.weight, self.eps), x
+        if self.rms:
+            assert delta is not None
+            more = {"x_bias": delta_bias, "eps": self.eps, **dropout}
+            return residual_rms_norm(delta, x, self.weight, **more)
         if isinstance(self.tp, Grid):
             options: dict[str, Any] = {"x_bias": delta_bias, "eps": self.eps, **dropout}
             return grid_norm(x, delta, self.weight, self.bias, self.tp, **options)
@@ -182,33 +203,45 @@ def fill(
     """
     for part in parts:
         name = part.name.removeprefix(within).split(".")[0]
-        if not part.parameters or not part.name.startswith(within) or name in module._modules:
+        has_module = part.parameters or part.op in ("layer_norm", "rms_norm")
+        if not has_module or not part.name.startswith(within) or name in module._modules:
             continue
-        shape, *biases = shapes_of([part], config)
         made: Any = given.get(name)
-        if made is None and part.op == "layer_norm":
-            made = LayerNorm(shape, config.layer_norm_eps)
+        if made is None and part.op in ("layer_norm", "rms_norm"):
+            made = Norm(config, part)
         elif made is None and part.out == "E":
-            made = Router(config, shape)
+            made = Router(config, shapes_of([part], config)[0])
         elif made is None and part.on == "experts":
-            made = Stack(shape)
-        setattr(module, name, made or Weights(*shape, bias=bool(biases)))
+            made = Stack(shapes_of([part], config)[0])
+        elif made is None:
+            shape, *biases = shapes_of([part], config)
+            made = Weights(*shape, bias=bool(biases))
+            made.matrices = matrices_of(part, config)
+        setattr(module, name, made)
+
+
+def matrices_of(part: Part, config: GPTConfig) -> tuple[int, ...]:
+    """The equal parts of a weight's rows that each of its matrices has."""
+    if part.out == "QKV":
+        return config.queries_per_key, 1, 1
+    return (1, 1) if part.out == "2F" else (1,)
 
 
 def states_of(
     parts: Iterable[Part], config: GPTConfig, tp: TensorParallel, within: str = ""
 ) -> dict[str, State]:
     """How tp ranks split a module's parameters; see fill()."""
-    heads = config.head_dim if config.n_head % tp.size else None  # see [Note: padded heads]
-    pads = {"A": heads, "3A": heads, "V": VOCAB_MULTIPLE}
+    heads = config.head_size if config.n_head % tp.size else None  # see [Note: padded heads]
+    pads = {"A": heads, "QKV": heads, "V": VOCAB_MULTIPLE}
+    groups = {"QKV": config.queries_per_key + 2, "2F": 2}
     found: dict[str, State] = {}
     for name, dims in parameters_of(parts):
         if name.startswith(within):
             split = [i for i, letter in enumerate(dims) if letter in SPLIT]
-            state = tp.per_token
+            state = Partial() if dims == ("D",) else tp.per_token  # of norms of its own heads
             if split:
                 at = dims[split[0]]
-                state = Shard(split[0], groups=3 if at == "3A" else 1, pad_to=pads.get(at))
+                state = Shard(split[0], groups=groups.get(at, 1), pad_to=pads.get(at))
             found[name.removeprefix(within)] = state
     return found
 
@@ -222,15 +255,15 @@ class Parts(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        fill(self, block_parts(), config, within=self.within)
+        fill(self, block_parts(config), config, within=self.within)
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
         self.tp = tp
-        return states_of(block_parts(), self.config, tp, within=self.within)
+        return states_of(block_parts(self.config), self.config, tp, within=self.within)
 
 
 class MLP(Parts):
-    """c_proj(gelu(c_fc(y)))."""
+    """c_proj(activation(c_fc(y)))."""
 
     within = "mlp."
     c_fc: Weights
@@ -239,7 +272,7 @@ class MLP(Parts):
     def forward(self, y: Tensor) -> Tensor:
         fc, proj = self.c_fc, self.c_proj
         y = column_linear(y, fc.weight, tp=self.tp, fp8=fc.fp8)
-        y = bias_gelu(y, fc.bias)  # [..., F/tp]
+        y = activation(y, fc.bias, self.config.activation)  # [..., F/tp]
         return row_linear(y, proj.weight, proj.bias, self.tp, fp8=proj.fp8)  # [..., C]
 
 
@@ -256,7 +289,7 @@ def make_mlp(config: GPTConfig, layer: int, losses: Losses | None) -> nn.Module:
     if losses is None or not config.has_experts(layer):
         return MLP(config)
     experts = Experts(config, losses, layer // config.expert_every)
-    fill(experts, block_parts(experts=True), config, within="mlp.")
+    fill(experts, block_parts(config, experts=True), config, within="mlp.")
     losses.layers[experts.number] = experts.router
     return experts
 
@@ -274,6 +307,9 @@ def check_unpadded(idx: Tensor, shares: int, losses: Losses | None, cp: Any) -> 
         )
 
 
+TABLES = "wte.weight", "lm_head.weight"  # with a row for each token
+
+
 @torch.no_grad()
 def init_weights(model: Any, seed: int) -> None:
     """Normal(0, 0.02) (wpe 0.01; c_proj 0.02 / sqrt(2 * n_layer)), biases 0, norms 1.
@@ -285,7 +321,7 @@ def init_weights(model: Any, seed: int) -> None:
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             p.zero_()
-        elif ".ln_" in f".{name}":
+        elif ".ln_" in f".{name}" or name.endswith(("q_norm.weight", "k_norm.weight")):
             p.fill_(1.0)
         else:
             std = 0.01 if name == "wpe.weight" else 0.02
@@ -293,7 +329,7 @@ def init_weights(model: Any, seed: int) -> None:
                 std /= math.sqrt(2 * model.config.n_layer)
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
-            rows = model.config.vocab_size if name == "wte.weight" else p.shape[0]
+            rows = model.config.vocab_size if name in TABLES else p.shape[0]
             values = torch.empty(rows, *p.shape[1:], dtype=torch.float32, device="cpu")
             p[:rows] = values.normal_(0.0, std, generator=generator)
             p[rows:] = 0.0
@@ -383,7 +419,8 @@ class LayerRead:
 
 def nothing_read(config: GPTConfig, batch: int, like: Tensor) -> list[LayerRead]:
     """An empty cache of block_size tokens per layer, 2 * B * block_size * C elements each."""
-    shape = (2, batch, config.block_size, config.n_head, config.head_dim)
+    heads = config.n_head // config.queries_per_key
+    shape = (2, batch, config.block_size, heads, config.head_size)
     return [
         LayerRead(*torch.empty(shape, dtype=like.dtype, device=like.device))
         for _ in range(config.n_layer)
@@ -400,7 +437,7 @@ class Attention(Parts):
 
     def __init__(self, config: GPTConfig):
         super().__init__(config)
-        self.n_head, self.head_dim = config.n_head, config.head_dim
+        self.n_head, self.head_dim = config.n_head, config.head_size
 
     @property
     def first_head(self) -> int:
@@ -415,26 +452,33 @@ class Attention(Parts):
         tokens: Tokens | None = None,
         documents: Tensor | None = None,
         read: LayerRead | None = None,
+        places: Tensor | None = None,
         **dropout: Any,
     ) -> Tensor:
-        c_attn, fp8 = self.c_attn, self.c_proj.fp8
-        qkv = column_linear(y, c_attn.weight, c_attn.bias, self.tp, c_attn.fp8)  # [B, T, 3*C/tp]
-        qkv = qkv.unflatten(-1, (3, -1, self.head_dim))  # [B, T, 3, H/tp, D]
-        heads = qkv.shape[-2]
+        c_attn, fp8, config = self.c_attn, self.c_proj.fp8, self.config
+        if config.attention_scale is not None:
+            dropout["softmax_scale"] = config.attention_scale
+        qkv = column_linear(y, c_attn.weight, c_attn.bias, self.tp, c_attn.fp8)  # [B, T, QKV/tp]
+        qkv = qkv.unflatten(-1, (config.queries_per_key + 2, -1, self.head_dim))
+        each = self._apart(qkv, places)  # [B, T, 3, H/tp, D], or q, k and v
+        heads = each[0].shape[-2]
         if self.cp is not None and self.cp.by_keys:
             assert tokens is not None
-            o = attend_keys(qkv, tokens.batch, self.cp, documents=documents, **dropout)
+            o = attend_keys(each[0], tokens.batch, self.cp, documents=documents, **dropout)
             return row_linear(o.flatten(-2), self.c_proj.weight, tp=self.tp, fp8=fp8)
         if self.cp is not None:
-            qkv = to_heads(qkv, self.cp)
+            each = [to_heads(each[0], self.cp)]
         if documents is not None:
-            qkv = qkv if tokens is not None else qkv.flatten(0, 1)  # [N, 3, H/tp, D]
+            each = each if tokens is not None else [x.flatten(0, 1) for x in each]  # [N, ...]
         elif tokens is not None:
-            qkv = qkv.unflatten(0, (tokens.batch, tokens.time))
-        if read is None:
-            o = attention_qkvpacked(qkv, causal=True, cu_seqlens=documents, **dropout)
+            each = [x.unflatten(0, (tokens.batch, tokens.time)) for x in each]
+        if read is not None:
+            q, k, v = each[0].unbind(-3) if len(each) == 1 else each
+            o = attention(q, *read.add(k, v), causal=True, **dropout)
+        elif len(each) == 1:
+            o = attention_qkvpacked(each[0], causal=True, cu_seqlens=documents, **dropout)
         else:
-            o = attention(qkv[:, :, 0], *read.add(qkv[:, :, 1], qkv[:, :, 2]), causal=True)
+            o = attention(*each, causal=True, cu_seqlens=documents, **dropout)
         if documents is None:
             o = o if tokens is None else o.flatten(0, 1)
         elif tokens is None:
@@ -443,19 +487,34 @@ class Attention(Parts):
             o = to_tokens(o[:, None], heads, self.cp)[:, 0]
         return row_linear(o.flatten(-2), self.c_proj.weight, tp=self.tp, fp8=fp8)  # [B, T, C]
 
+    def _apart(self, qkv: Tensor, places: Tensor | None) -> list[Tensor]:
+        """[qkv] as GPT-2's attention takes it, or [q, k, v], normalized and rotated."""
+        config, many = self.config, self.config.queries_per_key
+        if places is None and not config.qk_norm and many == 1:
+            return [qkv]
+        options: dict[str, Any] = {"norm": config.qk_norm, "eps": config.layer_norm_eps}
+        for name in ("q_norm", "k_norm"):
+            if name in self._modules:
+                options[f"{name[0]}_weight"] = getattr(self, name).weight
+        q, k, v = rope(qkv, places, config.rope_theta, **options)
+        if self.cp is None:
+            return [q, k, v]
+        # Ranks of cp exchange as many heads of keys as of queries.
+        return [torch.stack([q, *(x.repeat_interleave(many, -2) for x in (k, v))], -3)]
+
 
 class Block(nn.Module):
     """One layer; see [Note: delayed residual]."""
 
-    ln_1: LayerNorm
+    ln_1: Norm
     attn: Attention
-    ln_2: LayerNorm
+    ln_2: Norm
     mlp: nn.Module
 
     def __init__(self, config: GPTConfig, mlp: nn.Module):
         super().__init__()
         self.p = config.dropout
-        fill(self, block_parts(), config, attn=Attention(config), mlp=mlp)
+        fill(self, block_parts(config), config, attn=Attention(config), mlp=mlp)
 
     def forward(
         self,
@@ -466,6 +525,7 @@ class Block(nn.Module):
         site: int = 0,
         documents: Tensor | None = None,
         read: LayerRead | None = None,
+        places: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Maps the pair of the layer below to this layer's, [B, T, C] each; delta None: no add.
 
@@ -473,18 +533,18 @@ class Block(nn.Module):
         an attribute, because torch.compile would compile every block separately
         (test_nothing_is_compiled_after_the_second_block). Under sequence parallelism the pair is
         [N/tp, C] each, and tokens describes the batch. documents: cu_seqlens of attention().
-        read: keys and values of earlier tokens.
+        read: keys and values of earlier tokens. places: positions for rope.
         """
         p, attn = self.p, self.attn
         y, x = self.ln_1(x, delta, **dropout_at(site, p, rng_key, tokens))
         heads = dropout_at(site + 1, p, rng_key, first_head=attn.first_head)
-        delta = attn(y, tokens, documents, read, **heads)
+        delta = attn(y, tokens, documents, read, places, **heads)
         y, x = self.ln_2(x, delta, attn.c_proj.bias, **dropout_at(site + 2, p, rng_key, tokens))
         return x, self.mlp(y)
 
 
 class GPT(nn.Module):
-    """GPT-2 of the given shape.
+    """A GPT of the given shape.
 
     Args:
         config: the sizes.
@@ -498,8 +558,10 @@ class GPT(nn.Module):
     fp8_scales: DelayedScales | None = None
     splits_on_grid = True  # axes/grid.py needs no more than what its modules declare for tp
     wte: Weights
-    wpe: Weights
-    ln_f: LayerNorm
+    wpe: Weights  # without rope_theta
+    ln_e: Norm  # with norm_embedding
+    ln_f: Norm
+    lm_head: Weights  # unless tied
 
     def __init__(self, config: GPTConfig, *, seed: int = 0):
         if not isinstance(config, GPTConfig):
@@ -509,16 +571,18 @@ class GPT(nn.Module):
             )
         super().__init__()
         self.config = config
-        fill(self, FIRST, config)
+        fill(self, first_parts(config), config)
         self.experts = losses_of(config)
         mlps = (make_mlp(config, layer, self.experts) for layer in range(config.n_layer))
         self.h = nn.ModuleList(Block(config, mlp) for mlp in mlps)
-        fill(self, LAST, config)
+        fill(self, last_parts(config), config)
         init_weights(self, seed)
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
         self.tp = tp
-        states = states_of(FIRST, self.config, tp)
+        ends = first_parts(self.config) + last_parts(self.config)
+        tables = [part for part in ends if part.op in ("embedding", "loss")]
+        states = states_of(tables, self.config, tp)
         here = {name for name, _ in self.named_parameters()}  # of this pipeline stage
         return {name: state for name, state in states.items() if name in here}
 
@@ -623,12 +687,20 @@ class GPT(nn.Module):
         assert self.cp is not None
         return sum_of_parts(total, self.cp)
 
+    @property
+    def _head(self) -> Tensor:
+        """The weight of the head, [V, C]."""
+        return self.wte.weight if self.config.tied else self.lm_head.weight
+
     def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         options: dict[str, Any] = {"vocab_size": self.config.vocab_size, "reduction": reduction}
-        if self.tp is not None:
-            loss = vocab_linear_cross_entropy(x, self.wte.weight, targets, self.tp, **options)
+        if self.config.logit_softcap:
+            logits = self.logits(x)
+            loss = cross_entropy(logits, targets.view(logits.shape[:-1]), reduction=reduction)
+        elif self.tp is not None:
+            loss = vocab_linear_cross_entropy(x, self._head, targets, self.tp, **options)
         else:
-            loss = linear_cross_entropy(x, self.wte.weight, targets, **options)
+            loss = linear_cross_entropy(x, self._head, targets, **options)
         if self.experts is None or not (self.training and torch.is_grad_enabled()):
             return loss
         self.experts.check()
@@ -654,7 +726,10 @@ class GPT(nn.Module):
     def pipeline_parts(self) -> list[tuple[str, ...]]:
         """The modules of each part between which a pipeline may split: embedding, layers, head."""
         layers = [(f"h.{layer}",) for layer in range(len(self.h))]
-        return [("wte", "wpe"), *layers, ("ln_f", "wte")]
+        ends = [first_parts(self.config), last_parts(self.config)]
+        first, last = (tuple(part.name for part in parts if part.name) for parts in ends)
+        first, last = (tuple(n for n in names if n in self._modules) for names in (first, last))
+        return [first, *layers, (*last, "wte") if self.config.tied else last]
 
     def pipeline_costs(self) -> list[float]:
         """FLOPs of each part, by which stages are balanced."""
@@ -706,10 +781,10 @@ class GPT(nn.Module):
         else:
             x = stream
         x, delta = take_over(x, pairs=pairs) if parts.start > 1 else (x, None)
-        more: tuple[Any, ...] = () if positions is None else (bounds_of(positions),)
+        documents = None if positions is None else bounds_of(positions)
+        places = self._places(idx, tokens, positions, read)
         for layer in range(max(parts.start - 1, 0), min(parts.stop - 1, n_layer)):
-            if read is not None:
-                more = (None, read[layer])
+            more = documents, None if read is None else read[layer], places
             x, delta = self.h[layer](x, delta, rng_key, tokens, 3 * layer, *more)
         mask = dropout_at(3 * min(parts.stop - 1, n_layer), p, rng_key, tokens)
         if n_layer + 1 in parts:
@@ -717,6 +792,27 @@ class GPT(nn.Module):
         if delta is None:
             return x
         return hand_on(x, delta, mask, pairs=pairs)
+
+    def _places(
+        self,
+        idx: Tensor,
+        tokens: Tokens | None,
+        positions: Tensor | None,
+        read: list[LayerRead] | None,
+    ) -> Tensor | None:
+        """Positions of the tokens that attention's layers see on this rank, for rope."""
+        if self.config.rope_theta is None:
+            return None
+        if self.cp is not None:
+            if positions is not None:
+                return self.cp.slice(positions).flatten()
+            whole = Tokens(*idx.shape, *self.cp.runs(*idx.shape))
+            return whole.places(idx.numel() // self.cp.size, idx.device)
+        if positions is None:
+            first = read[0].length if read else 0
+            positions = torch.arange(first, first + idx.shape[1], device=idx.device)
+            return positions if tokens is None else positions.repeat(idx.shape[0])
+        return positions if tokens is None else positions.flatten()
 
     def _tokens(self, batch: int, time: int) -> Tokens | None:
         if self._shares == 1:
@@ -736,7 +832,18 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         first: int = 0,
     ) -> Tensor:
-        wte, wpe = self.wte.weight, self.wpe.weight
+        x = self._looked_up(idx, tokens, mask, positions, first)
+        return self.ln_e(x, None)[0] if self.config.norm_embedding else x
+
+    def _looked_up(
+        self,
+        idx: Tensor,
+        tokens: Tokens | None,
+        mask: dict[str, Any],
+        positions: Tensor | None,
+        first: int,
+    ) -> Tensor:
+        wte, wpe = self.wte.weight, None if self.config.rope_theta else self.wpe.weight
         if self._shares == 1 and self.tp is None and positions is None:
             return embedding(idx, wte, wpe, first_position=first, **mask)
         spot = 0 if tokens is None else tokens.first  # of this rank's tokens among those of cp
@@ -745,10 +852,11 @@ class GPT(nn.Module):
             positions = positions if positions is None else self.cp.slice(positions)
             spot -= self.cp.runs(tokens.batch, tokens.time)[0]
         x = embedding(idx, wte) if self.tp is None else vocab_embedding(idx, wte, self.tp)
-        if tokens is None:
-            x = x + (wpe[: idx.shape[1]] if positions is None else embedding(positions, wpe))
-        else:
+        if tokens is not None:
             x = x.view(-1, x.shape[-1])
+        if wpe is not None and tokens is None:
+            x = x + (wpe[: idx.shape[1]] if positions is None else embedding(positions, wpe))
+        elif wpe is not None and tokens is not None:
             if positions is None:
                 places = tokens.places(x.shape[0], idx.device)
             else:
@@ -759,11 +867,13 @@ class GPT(nn.Module):
         return dropout(x, mask["dropout_p"], mask["rng"]) if mask else x
 
     def logits(self, x: Tensor) -> Tensor:
-        """[..., C] -> [..., V]: the tied head. For all tokens, also under sequence parallelism."""
-        weight, vocab_size = self.wte.weight, self.config.vocab_size
+        """[..., C] -> [..., V]: the head. For all tokens, also under sequence parallelism."""
+        weight, vocab_size, cap = self._head, self.config.vocab_size, self.config.logit_softcap
         if self.tp is not None:
-            return vocab_linear(x, weight, self.tp)[..., :vocab_size]
-        return linear(x, weight[:vocab_size])
+            logits = vocab_linear(x, weight, self.tp)[..., :vocab_size]
+        else:
+            logits = linear(x, weight[:vocab_size])
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     def num_parameters(self) -> int:
         """Weights of the published architecture: tied head once, without vocabulary padding."""

@@ -36,8 +36,9 @@ from fastpar.files.plain_files import (
     write_text,
 )
 from fastpar.files.tensor_file import HF_NAMES, Spec, TensorFile
-from fastpar.models.gpt import GPT
-from fastpar.settings.model import GPTConfig, products
+from fastpar.models import families
+from fastpar.models.gpt import GPT, TABLES
+from fastpar.settings.model import BLOCK_FIELDS, GPTConfig, products
 
 PREFIX = "transformer."
 WEIGHTS_FILE = "model.safetensors"
@@ -99,7 +100,7 @@ def list_weights(model: nn.Module) -> list[Weight]:
             whole = declared.whole_shape(p)
         transposed = gpt and is_conv1d(name) and p.dim() == 2
         shape = tuple(reversed(whole)) if transposed else tuple(whole)
-        if isinstance(model, GPT) and name == "wte.weight":
+        if isinstance(model, GPT) and name in TABLES:
             shape = (model.config.vocab_size, *shape[1:])
         key = PREFIX + name if gpt else name
         weights.append(Weight(name, key, p, whole, shape, transposed, declared))
@@ -139,6 +140,7 @@ def weights_file(i: int, n: int) -> str:
 
 INDEX_FILE = "model.safetensors.index.json"
 EXPERTS = "fastpar-gpt2-experts"  # the model_type of GPTs that transformers does not support
+OWN = "fastpar-gpt"  # of GPTs with other blocks than GPT-2's, in our names and layouts
 _EXPERT_FIELDS = (
     *("n_expert", "top_k", "expert_every", "expert_hidden", "expert_capacity"),
     *("balance_loss", "router_z_loss", "balance_rate"),
@@ -146,9 +148,10 @@ _EXPERT_FIELDS = (
 MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks, stored as buffers by older versions
 # Values of config.json fields that this model supports; None: the field may be missing.
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "model_type": (EXPERTS, "gpt2"),
+    "model_type": (EXPERTS, OWN, "gpt2"),
     "activation_function": (None, "gelu_new"),
-    **dict.fromkeys(("scale_attn_weights", "tie_word_embeddings", "is_causal"), (None, True)),
+    **dict.fromkeys(("scale_attn_weights", "is_causal"), (None, True)),
+    "tie_word_embeddings": (None, True),
     **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), (None, False)),
     "reorder_and_upcast_attn": (None, False),
 }
@@ -199,7 +202,7 @@ def load_hf_tensors(model: GPT, tensors: Mapping[str, Tensor]) -> None:
 def _checked(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors by this model's names, if they match the model exactly."""
     given = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-    head = given.pop("lm_head.weight", None)
+    head = given.pop("lm_head.weight", None) if model.config.tied else None
     if head is not None:  # a writer that drops tied copies may have kept this one
         wte = given.setdefault("wte.weight", head)
         if not torch.equal(head.to(wte.dtype), wte):
@@ -241,7 +244,7 @@ def differences(
     """
     ours = {w.name: w.shape for w in list_weights(model)}
     found = {n.removeprefix(PREFIX): tuple(s) for n, s in shapes.items() if not n.endswith(MASKS)}
-    head = found.pop("lm_head.weight", None)
+    head = found.pop("lm_head.weight", None) if model.config.tied else None
     if head is not None:
         found.setdefault("wte.weight", head)
     names = [*ours, *sorted(found.keys() - ours.keys())]
@@ -254,7 +257,7 @@ def load_hf(
     dtype: torch.dtype | None = None,
     dropout: float | None = None,
 ) -> GPT:
-    """Reads a GPT2LMHeadModel's folder.
+    """Reads a folder of transformers' GPT2LMHeadModel, or of a model of families.py.
 
     Args:
         folder: holds config.json and model.safetensors, or the shards that
@@ -272,6 +275,10 @@ def load_hf(
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
         tensors.update(_read_safetensors(file))
+    kind = _read_json(folder / "config.json").get("model_type")
+    if kind in families.FAMILIES:
+        found = families.weights_in(config, kind, tensors)
+        tensors = {n: x.t() if is_conv1d(n) else x for n, x in found.items()}
     return build_model("load_hf", folder, config, tensors, dtype)
 
 
@@ -323,7 +330,8 @@ def save_hf(
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
 ) -> None:
-    """Writes the folder that GPT2LMHeadModel.from_pretrained reads.
+    """Writes the folder that transformers' from_pretrained reads: of GPT2LMHeadModel, or of the
+    class of families.py that has the model's block.
 
     Every file is written atomically, and config.json last: a folder without it is not a model.
     Other files in the folder stay.
@@ -334,8 +342,8 @@ def save_hf(
         bos_token_id, eos_token_id: for transformers' generate(); GPT-2's own are 50256.
     Raises:
         ValueError: the folder contains a model already; max_shard_bytes < 1; a parameter dtype that
-            from_pretrained would not keep; a model that tp ranks split, or with experts.
-            experts.
+            from_pretrained would not keep; a model that tp ranks split, with experts, or with a
+            block that no class of transformers has.
     """
     check_whole("save_hf", model)
     check_dense("save_hf", model.config.n_expert)
@@ -352,6 +360,8 @@ def save_hf(
         )
     config = config_json("save_hf", model, bos_token_id, eos_token_id)
     weights = list_weights(model)
+    if not model.config.is_gpt2:
+        config, weights = _of_family(model, config, weights)
     files = cut_into_files(weights, max_shard_bytes)
     folder.mkdir(parents=True, exist_ok=True)
     for file, shard in files:
@@ -368,6 +378,27 @@ def save_hf(
         index = index_json(weight_map, sum(w.nbytes for w in weights))
         write_text(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _of_family(
+    model: GPT, config: dict[str, Any], weights: list[Weight]
+) -> tuple[dict[str, Any], list[Weight]]:
+    """config.json and weights for the class of transformers that has the model's block."""
+    kind = families.family_of(model.config)
+    if kind is None:
+        raise ValueError(
+            "save_hf: expected the block of GPT-2, "
+            f"{', '.join(f.architecture for f in families.FAMILIES.values())}, got {model.config}; "
+            "no class of transformers has it: use the checkpoint itself"
+        )
+    values = {w.name: w.tensor.detach()[: w.whole[0]] for w in weights}
+    for name in TABLES:
+        if name in values:
+            values[name] = values[name][: model.config.vocab_size]
+    dtype, eos = config["torch_dtype"], config["eos_token_id"]
+    out = families.weights_out(model.config, kind, values)
+    made = [Weight(k, k, x, x.shape, tuple(x.shape), False, None) for k, x in out.items()]
+    return families.config_json(model.config, kind, dtype, eos), made
 
 
 def index_json(weight_map: Mapping[str, str], nbytes: int) -> dict[str, Any]:
@@ -389,24 +420,28 @@ def config_json(
             f"{caller}: expected parameters of {', '.join(HF_NAMES.values())}, got "
             f"dtype={dtype}; convert the model with .float() first"
         )
-    experts = {n: getattr(c, n) for n in _EXPERT_FIELDS} if c.n_expert else {}
+    more = {n: getattr(c, n) for n in _EXPERT_FIELDS} if c.n_expert else {}
+    kind = EXPERTS if more else "gpt2"
+    if not c.is_gpt2:
+        kind = OWN
+        more = {n: getattr(c, n) for n in (*BLOCK_FIELDS, *_EXPERT_FIELDS) if n != "n_inner"}
     return {
-        "architectures": ["FastparGPT" if experts else "GPT2LMHeadModel"],
-        "model_type": EXPERTS if experts else "gpt2",
-        **experts,
+        "architectures": ["GPT2LMHeadModel" if kind == "gpt2" else "FastparGPT"],
+        "model_type": kind,
+        **more,
         "vocab_size": c.vocab_size,
         "n_positions": c.block_size,
         "n_embd": c.n_embd,
         "n_layer": c.n_layer,
         "n_head": c.n_head,
-        "n_inner": None,
+        "n_inner": c.n_inner,
         "activation_function": "gelu_new",
         "embd_pdrop": c.dropout,
         "attn_pdrop": c.dropout,
         "resid_pdrop": c.dropout,
         "layer_norm_epsilon": c.layer_norm_eps,
         "initializer_range": 0.02,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": c.tied,
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
         "torch_dtype": HF_NAMES[dtype],
@@ -415,6 +450,10 @@ def config_json(
 
 def unsupported_field(raw: Mapping[str, Any]) -> str | None:
     """The first field of a config.json that this model does not support."""
+    if raw.get("model_type") == OWN:
+        return None
+    if raw.get("model_type") in families.FAMILIES:
+        return "model_type"
     found = (name for name, allowed in _SUPPORTED.items() if raw.get(name) not in allowed)
     return next(found, None)
 
@@ -422,6 +461,8 @@ def unsupported_field(raw: Mapping[str, Any]) -> str | None:
 def read_config(folder: Path, dropout: float | None) -> GPTConfig:
     """The shape that a folder's config.json describes; see load_hf."""
     raw = _read_json(folder / "config.json")
+    if raw.get("model_type") in families.FAMILIES:
+        return families.config_of(raw, str(folder / "config.json"), dropout)
     name = unsupported_field(raw)
     if name is not None:
         raise ValueError(
@@ -436,8 +477,8 @@ def read_config(folder: Path, dropout: float | None) -> GPTConfig:
                 f"load_hf: expected a number, got {name}={shown(raw[name])} in "
                 f"{folder / 'config.json'}; write the file again"
             )
-    n_embd = raw.get("n_embd", 768)
-    if raw.get("n_inner") not in (None, 4 * n_embd):
+    n_embd, own = raw.get("n_embd", 768), raw["model_type"] == OWN
+    if not own and raw.get("n_inner") not in (None, 4 * n_embd):
         raise ValueError(
             f"load_hf: expected n_inner={4 * n_embd} (4 * n_embd), got "
             f"n_inner={printable(str(raw['n_inner']))} in "
@@ -458,9 +499,10 @@ def read_config(folder: Path, dropout: float | None) -> GPTConfig:
         "dropout": rates[0] if dropout is None else dropout,
         "layer_norm_eps": raw.get("layer_norm_epsilon", 1e-5),
     }
-    if raw["model_type"] == EXPERTS:
+    if raw["model_type"] in (EXPERTS, OWN):
+        names = (*_EXPERT_FIELDS, *(BLOCK_FIELDS if own else ()))
         try:
-            return GPTConfig(**sizes, **{n: raw[n] for n in _EXPERT_FIELDS})
+            return GPTConfig(**sizes, **{n: raw[n] for n in names})
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"load_hf: expected numbers of experts in {folder / 'config.json'}, got "

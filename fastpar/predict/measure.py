@@ -82,7 +82,15 @@ from fastpar.predict.machine import (
     overhead_key,
 )
 from fastpar.predict.time import comm_ops_of, ops_of
-from fastpar.settings.model import FIRST, LAST, GPTConfig, Part, block_parts, shapes_of, widths
+from fastpar.settings.model import (
+    GPTConfig,
+    Part,
+    block_parts,
+    first_parts,
+    last_parts,
+    shapes_of,
+    widths,
+)
 
 SEED = 1
 
@@ -233,7 +241,7 @@ class Chain:
     def __init__(
         self, workload: Workload, setup: Setup, device: torch.device, seed: int = 0
     ) -> None:
-        shape, tp, block = workload.shape, setup.tp, block_parts()
+        shape, tp, block = workload.shape, setup.tp, block_parts(workload.shape)
         self.rows, self.time = setup.micro_batch_size, workload.seq_len  # B, T
         self.heads, self.letters = shape.heads_of_rank(tp), widths(shape, tp)
         tokens = self.rows * self.time
@@ -245,7 +253,7 @@ class Chain:
         self.parameters: list[Tensor] = []
         self.parts = [
             (part, [self._weight(*sizes) for sizes in shapes_of([part], shape, tp)])
-            for part in (*FIRST, *block * shape.n_layer, *LAST)
+            for part in (*first_parts(shape), *block * shape.n_layer, *last_parts(shape))
         ]
         # Products whose bias the next op in the block adds.
         self.without_bias = {

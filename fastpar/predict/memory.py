@@ -192,10 +192,10 @@ class Peak:
         self.whole = self.n * self.width * self.item
         self.split = self.whole / tp
         n_heads = shape.heads_of_rank(tp)
-        self.heads = self.n * n_heads * shape.head_dim * self.item
+        self.heads = self.n * n_heads * shape.head_size * self.item
         # Heads that ranks of cp attend, and on a GPU their o, which c_proj keeps for its tokens.
         attended = attended_heads(shape, setup)
-        self.padding = self.n * (attended - n_heads) * shape.head_dim * self.item
+        self.padding = self.n * (attended - n_heads) * shape.head_size * self.item
         exchanged = self.on_gpu and setup.cp > 1 and not setup.by_keys
         self.again = self.heads + self.padding if exchanged else 0.0
         self.a = self.split if self.sp else self.whole
@@ -332,7 +332,7 @@ class Peak:
         n, shape, choices = self.n, self.shape, self.n * self.shape.top_k
         of_choice = self.item * choices
         return {
-            **{"C": self.a, "A": self.heads, "3A": 3 * self.heads, "F": 4 * self.split},
+            **{"C": self.a, "A": self.heads, "QKV": 3 * self.heads, "F": 4 * self.split},
             **{"stats": self.statistics, "lse": self.lse, "choices": (4 + 2 * 8) * choices},
             **{"X": 4 * n * self.width, "E": 4 * n * shape.n_expert, "R": of_choice * self.width},
             "H": of_choice * (shape.hidden / self.setup.tp),
@@ -352,7 +352,7 @@ class Peak:
 
     def _one(self, *, experts: bool = False) -> float:
         """Kept by a block."""
-        parts, sizes = block_parts(experts=experts), self._sizes
+        parts, sizes = block_parts(self.shape, experts=experts), self._sizes
         if self.mode == "none":
             return self._kept(parts) + 3 * self.padding + self.again
         kept = 2 * self.a + 8 * self.n * self.shape.top_k * experts
@@ -363,7 +363,7 @@ class Peak:
 
     def _cheap(self, experts: bool) -> float:
         """Outputs of the ops that "selective" recomputes in a block."""
-        parts = block_parts(experts=experts)[:-1]  # the last one's output is not needed
+        parts = block_parts(self.shape, experts=experts)[:-1]  # the last one's output is not needed
         return sum(self._sizes[part.out] for part in parts if part.cheap)
 
     @functools.cached_property
@@ -382,7 +382,7 @@ class Peak:
         """Per block: inputs of products and gradients of outputs; see engine/pipeline_step.py."""
         dense, experts = (
             sum(self._sizes[p.into] + self._sizes[p.out] for p in parts if p.op == "matmul")
-            for parts in (block_parts(), block_parts(experts=True))
+            for parts in (block_parts(self.shape), block_parts(self.shape, experts=True))
         )
         return dense, experts
 
@@ -390,7 +390,7 @@ class Peak:
         """What backward recomputes before it begins with a block."""
         if self.mode == "none":
             return 0.0
-        parts = block_parts(experts=experts)
+        parts = block_parts(self.shape, experts=experts)
         norms = sum(part.op == "layer_norm" for part in parts)
         sums = norms * (self.a + self.statistics)
         return self._kept(parts) if self.mode == "full" else self._cheap(experts) + sums

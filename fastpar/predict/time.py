@@ -41,13 +41,13 @@ from fastpar.predict.machine import STEPS, Cluster, Rates
 from fastpar.settings import model as block
 from fastpar.settings.files import check_at_least
 from fastpar.settings.model import (
-    FIRST,
-    LAST,
     GPTConfig,
     Part,
     block_parts,
     column_share,
+    first_parts,
     flops_per_token,
+    last_parts,
     parameters_of,
     widths,
     work_of,
@@ -98,9 +98,9 @@ class MatrixUpdates:
         self.sharded, self.n_tp, self.n_shards = n_shards > 1, tp, n_shards
         self.n_dp = n_shards if self.sharded else dp
         sizes, kinds = widths(shape), {}
-        for part in (*block_parts(experts=True), *block_parts()):
+        for part in (*block_parts(shape, experts=True), *block_parts(shape)):
             if part.op == "matmul":
-                many = 3 if part.out == "3A" else 1
+                many = 3 if part.out == "QKV" else 2 if part.out == "2F" else 1
                 sides = sorted((sizes[part.into], sizes[part.out] // many))
                 kinds[f"{part.name}.weight", part.on == "experts"] = many, *sides
         self.what = {}  # number of matrices in a parameter, and their sides
@@ -290,7 +290,7 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
         size: tuple[int, ...] = (on[part.on], sizes[part.out])
         more = sizes["V"]
         if part.op == "attention":
-            size = (micro, heads if by_keys else -(-heads // c), seq_len, shape.head_dim)
+            size = (micro, heads if by_keys else -(-heads // c), seq_len, shape.head_size)
         elif part.op in ("matmul", "loss"):
             size = (on[part.on], sizes[part.into], sizes[part.out])
         if part.op == "loss":
@@ -301,7 +301,11 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
 
     layers, ends = n_micro * shape.n_layer / pp, n_micro / pp
     sparse = layers * shape.expert_layers / shape.n_layer
-    counts = (block.ATTENTION, layers), (block.MLP, layers - sparse), (block.EXPERTS, sparse)
+    counts = (
+        (block.attention_parts(shape), layers),
+        (block.mlp_parts(shape), layers - sparse),
+        (block.expert_parts(shape), sparse),
+    )
     every = [(part, pair(part), count) for parts, count in counts if count for part in parts]
     every.sort(key=lambda each: (not each[0].cheap, each[0].op == "matmul"))
     again = {"none": (), "selective": (True,), "full": (True, False)}[mode]
@@ -317,7 +321,7 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
                 found[backward] += count
             elif part.cheap in again:
                 found[forward._replace(direction="recompute")] += count
-    for part in (*LAST, *FIRST[:1]):
+    for part in (*last_parts(shape), *first_parts(shape)[:1]):
         for op in pair(part):
             found[op] += ends
     return tuple(op._replace(count=count) for op, count in found.items())
@@ -356,7 +360,7 @@ def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
     if setup.optimizer == "muon":
         found += _to_homes(workload, setup)
     if setup.world_size > 1:
-        ends, each = _parameters()
+        ends, each = _parameters(workload.shape)
         words = count_words(ends + each * -(-workload.shape.n_layer // setup.pp))
         total = 8.0 * words * setup.world_size
         found.append(CommOp("all_gather", "control", total, setup.world_size, 1, 1, ""))
@@ -364,9 +368,10 @@ def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
 
 
 @functools.cache
-def _parameters() -> tuple[int, int]:
+def _parameters(shape: GPTConfig) -> tuple[int, int]:
     """(parameters of a model outside its layers, parameters of a layer)."""
-    ends, each = (len([*parameters_of(p)]) for p in (FIRST + LAST, block_parts()))
+    parts = first_parts(shape) + last_parts(shape), block_parts(shape)
+    ends, each = (len([*parameters_of(some)]) for some in parts)
     return ends, each
 
 

@@ -1,4 +1,8 @@
-"""The shape of a GPT-2 (with or without experts), its presets, and its parts as one table.
+"""The shape of a GPT, its presets, and its parts as one table.
+
+The defaults are GPT-2's; other fields make the blocks of Llama, Qwen3 and NanoChat: RMSNorm, rotary
+positions (RoPE), norms of queries and keys, grouped heads, relu2 or SwiGLU, no biases, an untied
+head. All run through the same modules and axes.
 
 The modules of gpt.py, names and shapes of weights, FLOPs, and the predictions of predict/ (time,
 memory, buckets) are derived from this table: parts of a block, of experts that replace an MLP, and
@@ -6,8 +10,9 @@ of the embeddings and output layer. Arithmetic only.
 
 Dimensions are letters; widths() gives their sizes on a rank:
 
-    C   n_embd, not split by tp                  A   features of its attention heads; 3A: q, k, v
-    F   features of the MLP                      H   features of an expert
+    C   n_embd, not split by tp                  A   features of its attention heads
+    QKV features of q, k and v                   D   features of a head
+    F   features of the MLP; 2F: gate and up     H   features of an expert; 2H: gate and up
     V   rows of the vocabulary                   T   positions
     X   C, in fp32                               R   C, for each row of an expert
     E   all experts                              S   experts on this rank
@@ -18,7 +23,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 VOCAB_MULTIPLE = 128  # rows of wte are padded to a multiple of this, to align the head's GEMMs
@@ -26,11 +31,11 @@ VOCAB_MULTIPLE = 128  # rows of wte are padded to a multiple of this, to align t
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT-2. The defaults are the smallest published size.
+    """The shape of a GPT. The defaults are those of the smallest published GPT-2.
 
     Raises:
-        ValueError: a size below 1; n_embd not divisible by n_head; dropout outside [0, 1); settings
-            of experts that contradict each other.
+        ValueError: a size below 1; n_embd not divisible by n_head; dropout outside [0, 1); fields
+            of the block, or settings of experts, that contradict each other.
     """
 
     n_layer: int = 12
@@ -39,7 +44,20 @@ class GPTConfig:
     block_size: int = 1024  # tokens of context
     vocab_size: int = 50257  # tokens of the tokenizer; see padded_vocab_size
     dropout: float = 0.1
-    layer_norm_eps: float = 1e-5
+    layer_norm_eps: float = 1e-5  # of all norms
+    norm: str = "layer"  # "layer" or "rms"
+    norm_weight: bool = True  # whether norms have weights
+    norm_embedding: bool = False  # a norm behind the embedding
+    bias: bool = True  # of linear layers and LayerNorms
+    rope_theta: float | None = None  # base of rotary positions; None: learned positions
+    qk_norm: bool = False  # RMSNorm of each head's queries and keys, before they are rotated
+    n_kv_head: int | None = None  # heads of keys and values, each for n_head / n_kv_head queries
+    head_dim: int | None = None  # features of a head; None: n_embd / n_head
+    attention_scale: float | None = None  # None: head_dim ** -0.5
+    activation: str = "gelu"  # "gelu" (tanh form), "relu2" or "swiglu"
+    n_inner: int | None = None  # features of the MLP; None: 4 * n_embd
+    tied: bool = True  # the head's weight is the embedding's
+    logit_softcap: float = 0.0  # logits are softcap * tanh(logits / softcap); 0: as they are
     n_expert: int = 0  # experts that replace an MLP; 0: none
     top_k: int = 2  # experts per token
     expert_every: int = 1  # every N-th layer has experts
@@ -56,10 +74,10 @@ class GPTConfig:
                 raise ValueError(
                     f"GPTConfig: expected a positive integer, got {name}={value}; set {name} >= 1"
                 )
-        if self.n_embd % self.n_head:
+        if self.n_embd % self.n_head and self.head_dim is None:
             raise ValueError(
                 f"GPTConfig: expected n_embd divisible by n_head={self.n_head}, got "
-                f"n_embd={self.n_embd}; choose n_embd as a multiple of n_head"
+                f"n_embd={self.n_embd}; choose n_embd as a multiple of n_head, or set head_dim"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(
@@ -71,12 +89,28 @@ class GPTConfig:
                 "GPTConfig: expected layer_norm_eps > 0, got "
                 f"layer_norm_eps={self.layer_norm_eps}; GPT-2 uses 1e-5"
             )
+        _check_block(self)
         _check_experts(self)
+
+    @property
+    def inner(self) -> int:
+        """Hidden width of the MLP."""
+        return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
     @property
     def hidden(self) -> int:
         """Hidden width of an expert, or of the MLP."""
-        return self.expert_hidden if self.n_expert and self.expert_hidden else 4 * self.n_embd
+        return self.expert_hidden if self.n_expert and self.expert_hidden else self.inner
+
+    @property
+    def queries_per_key(self) -> int:
+        """Heads of queries that share a head of keys and values."""
+        return 1 if self.n_kv_head is None else self.n_head // self.n_kv_head
+
+    @property
+    def is_gpt2(self) -> bool:
+        """Whether the block is GPT-2's."""
+        return all(getattr(self, name) == default for name, default in BLOCK_FIELDS.items())
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts instead of an MLP."""
@@ -88,8 +122,9 @@ class GPTConfig:
         return sum(self.has_experts(layer) for layer in range(self.n_layer))
 
     @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
+    def head_size(self) -> int:
+        """Features of a head."""
+        return self.n_embd // self.n_head if self.head_dim is None else self.head_dim
 
     @property
     def padded_vocab_size(self) -> int:
@@ -100,9 +135,11 @@ class GPTConfig:
         return -(-self.n_head // tp)
 
     def splits_by(self, tp: int) -> bool:
-        """Whether tp can split the layers; heads are padded, the MLP's features are not."""
-        dense = self.expert_layers < self.n_layer and 4 * self.n_embd % tp
-        return tp <= self.n_head and not dense and self.hidden % tp == 0
+        """Whether tp can split the layers; heads are padded unless they are grouped, the MLP's
+        features are not."""
+        dense = self.expert_layers < self.n_layer and self.inner % tp
+        grouped = self.queries_per_key > 1 and self.n_head // self.queries_per_key % tp
+        return tp <= self.n_head and not dense and not grouped and self.hidden % tp == 0
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> GPTConfig:
@@ -113,6 +150,70 @@ class GPTConfig:
                 "choose one of these, and override sizes if needed"
             )
         return cls(**{**asdict(PRESETS[name]), **overrides})
+
+
+# The fields of a block, with GPT-2's values.
+BLOCK_FIELDS = {
+    field.name: field.default
+    for field in fields(GPTConfig)
+    if field.name in {
+        "norm", "norm_weight", "norm_embedding", "bias", "rope_theta", "qk_norm", "n_kv_head",
+        "head_dim", "attention_scale", "activation", "n_inner", "tied", "logit_softcap",
+    }
+}  # fmt: skip
+ACTIVATIONS = ("gelu", "relu2", "swiglu")
+NORMS = ("layer", "rms")
+
+
+def _check_block(config: GPTConfig) -> None:
+    """Raise ValueError for fields of the block that contradict each other."""
+    for name, allowed in (("norm", NORMS), ("activation", ACTIVATIONS)):
+        if getattr(config, name) not in allowed:
+            raise ValueError(
+                f"GPTConfig: expected {name} as one of {', '.join(allowed)}, got "
+                f"{name}={getattr(config, name)}; choose one of these"
+            )
+    for name in ("n_kv_head", "head_dim", "n_inner"):
+        value = getattr(config, name)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
+            raise ValueError(
+                f"GPTConfig: expected a positive integer, got {name}={value}; set {name} >= 1, or "
+                "leave it out"
+            )
+    for name in ("rope_theta", "attention_scale"):
+        value = getattr(config, name)
+        if value is not None and not 0.0 < value < math.inf:
+            raise ValueError(
+                f"GPTConfig: expected a number above 0, got {name}={value}; leave it out for the "
+                "default"
+            )
+    if not 0.0 <= config.logit_softcap < math.inf:
+        raise ValueError(
+            f"GPTConfig: expected logit_softcap >= 0, got logit_softcap={config.logit_softcap}; "
+            "0: off"
+        )
+    if config.n_kv_head is not None and config.n_head % config.n_kv_head:
+        raise ValueError(
+            f"GPTConfig: expected n_head divisible by n_kv_head={config.n_kv_head}, got "
+            f"n_head={config.n_head}; each head of keys serves equally many heads of queries"
+        )
+    if config.rope_theta is not None and config.head_size % 2:
+        raise ValueError(
+            f"GPTConfig: expected an even head_dim with rope_theta, got head_dim="
+            f"{config.head_size}; rotary positions turn pairs of features"
+        )
+    if config.norm == "layer" and not config.norm_weight:
+        raise ValueError(
+            "GPTConfig: expected norm=rms with norm_weight=False, got norm=layer; only RMSNorms "
+            "come without weights"
+        )
+    if config.n_expert and (config.activation != "gelu" or not config.bias):
+        raise ValueError(
+            f"GPTConfig: expected activation=gelu and bias=True with n_expert={config.n_expert}, "
+            f"got activation={config.activation}, bias={config.bias}; experts are GPT-2's MLPs"
+        )
 
 
 def _check_experts(config: GPTConfig) -> None:
@@ -149,6 +250,22 @@ def _check_experts(config: GPTConfig) -> None:
             )
 
 
+def _nanochat(**sizes: Any) -> GPTConfig:
+    options: dict[str, Any] = {"layer_norm_eps": 1e-6, "norm": "rms", "norm_weight": False}
+    options |= {"norm_embedding": True, "rope_theta": 1e4, "qk_norm": True, "activation": "relu2"}
+    options |= {"tied": False, "logit_softcap": 15.0}
+    return GPTConfig(**sizes, **options, dropout=0.0, bias=False)
+
+
+def _llama(**sizes: Any) -> GPTConfig:
+    options: dict[str, Any] = {"norm": "rms", "rope_theta": 1e4, "activation": "swiglu"}
+    return GPTConfig(**{**options, **sizes}, dropout=0.0, bias=False)
+
+
+def _qwen3(**sizes: Any) -> GPTConfig:
+    return _llama(**sizes, layer_norm_eps=1e-6, rope_theta=1e6, qk_norm=True)
+
+
 PRESETS: dict[str, GPTConfig] = {
     "gpt2": GPTConfig(n_layer=12, n_head=12, n_embd=768),
     "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),
@@ -158,13 +275,28 @@ PRESETS: dict[str, GPTConfig] = {
     "micro": GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=64, dropout=0.0),
     "mini": GPTConfig(n_layer=4, n_head=4, n_embd=256, block_size=128, dropout=0.0),
     "small-cpu": GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, dropout=0.0),
-}
+    # The shapes of today's models. Llama 3.2 1B has other rotary positions beyond 8,192 tokens.
+    "nanochat-d12": _nanochat(n_layer=12, n_head=6, n_embd=768, block_size=2048, vocab_size=65536),
+    "llama-1b": _llama(
+        n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, n_inner=8192, block_size=2048,
+        vocab_size=128256, rope_theta=5e5,
+    ),
+    "qwen3-0.6b": _qwen3(
+        n_layer=28, n_head=16, n_kv_head=8, head_dim=128, n_embd=1024, n_inner=3072,
+        block_size=2048, vocab_size=151936,
+    ),
+    "nanochat-tiny": _nanochat(n_layer=4, n_head=4, n_embd=128, block_size=64),
+    "llama-tiny": _llama(n_layer=4, n_head=4, n_kv_head=2, n_embd=128, n_inner=352, block_size=64),
+    "qwen3-tiny": _qwen3(
+        n_layer=4, n_head=4, n_kv_head=2, head_dim=48, n_embd=128, n_inner=352, block_size=64
+    ),
+}  # fmt: skip
 
 
 # The table
 
 Dims = tuple[str, ...]
-SPLIT = frozenset({"A", "3A", "F", "H", "V"})  # the letters that tp splits
+SPLIT = frozenset({"A", "QKV", "F", "2F", "H", "V"})  # the letters that tp splits
 
 
 class Part(NamedTuple):
@@ -178,6 +310,7 @@ class Part(NamedTuple):
             a norm ("stats") or of attention ("lse"), a router's weights, choices and their order.
         on: its rows: "tokens" of a rank, its "own" tokens between blocks (with sequence
             parallelism), "choices" of experts, or the rows of each of the "experts".
+        weight, bias: whether its module has these.
     """
 
     name: str
@@ -186,6 +319,8 @@ class Part(NamedTuple):
     out: str
     keeps: Dims = ()
     on: str = "tokens"
+    weight: bool = True
+    bias: bool = True
 
     @property
     def cheap(self) -> bool:
@@ -195,55 +330,102 @@ class Part(NamedTuple):
     @property
     def parameters(self) -> dict[str, Dims]:
         """The dimensions of its module's parameters, by name."""
-        if self.op == "layer_norm":
-            return {"weight": (self.out,), "bias": (self.out,)}
-        if self.op == "embedding":
+        if self.op in _NORM_OPS:
+            dims: dict[str, Dims] = {"weight": (self.out,), "bias": (self.out,)}
+        elif self.op == "embedding":
             return {"weight": (self.into, self.out)}
-        if self.op != "matmul":
+        elif self.op == "loss" and self.name:
+            return {"weight": (self.out, self.into)}
+        elif self.op != "matmul":
             return {}
-        stack: Dims = ("S",) if self.on == "experts" else ()
-        weight = {"weight": (*stack, self.out, self.into)}
-        return weight if self.out == "E" else {**weight, "bias": (*stack, self.out)}
+        else:
+            stack: Dims = ("S",) if self.on == "experts" else ()
+            dims = {"weight": (*stack, self.out, self.into), "bias": (*stack, self.out)}
+        return {name: d for name, d in dims.items() if getattr(self, name)}
 
 
-ATTENTION = (
-    Part("ln_1", "layer_norm", "C", "C", ("C", "stats"), "own"),
-    Part("attn.c_attn", "matmul", "C", "3A", ("C",)),
-    Part("", "attention", "3A", "A", ("3A", "A", "lse")),
-    Part("attn.c_proj", "matmul", "A", "C"),  # attention keeps its input
-    Part("ln_2", "layer_norm", "C", "C", ("C", "stats"), "own"),
-)
-MLP = (
-    Part("mlp.c_fc", "matmul", "C", "F", ("C",)),
-    Part("", "bias_gelu", "F", "F", ("F",)),
-    Part("mlp.c_proj", "matmul", "F", "C", ("F",)),
-)
-EXPERTS = (  # the router's product is in fp32
-    Part("mlp.router", "matmul", "X", "E", ("X", "E", "choices")),
-    Part("", "permute", "R", "R", (), "choices"),
-    Part("mlp.c_fc", "matmul", "R", "H", ("R",), "experts"),
-    Part("", "bias_gelu", "H", "H", ("H",), "experts"),
-    Part("mlp.c_proj", "matmul", "H", "R", ("H",), "experts"),
-    Part("", "permute", "R", "R", ("R",), "choices"),
-)
-FIRST = (Part("wte", "embedding", "V", "C"), Part("wpe", "embedding", "T", "C"))
-LAST = (Part("ln_f", "layer_norm", "C", "C", ("C", "stats"), "own"), Part("", "loss", "C", "V"))
+_NORM_OPS = ("layer_norm", "rms_norm", "head_norm")
 
 
-def block_parts(*, experts: bool = False) -> tuple[Part, ...]:
+def _norm(shape: GPTConfig, name: str) -> Part:
+    bias = shape.bias and shape.norm == "layer"
+    options = {"weight": shape.norm_weight, "bias": bias}
+    return Part(name, f"{shape.norm}_norm", "C", "C", ("C", "stats"), "own", **options)
+
+
+def attention_parts(shape: GPTConfig) -> tuple[Part, ...]:
+    """A layer's parts up to the second norm."""
+    heads: tuple[Part, ...] = ()
+    if shape.qk_norm:
+        options = {"weight": shape.norm_weight, "bias": False}
+        heads = tuple(Part(f"attn.{x}_norm", "head_norm", "D", "D", **options) for x in "qk")
+    turned = shape.qk_norm or shape.rope_theta is not None
+    return (
+        _norm(shape, "ln_1"),
+        Part("attn.c_attn", "matmul", "C", "QKV", ("C",), bias=shape.bias),
+        *heads,
+        *((Part("", "rope", "QKV", "QKV", ("QKV",)),) if turned else ()),
+        Part("", "attention", "QKV", "A", ("QKV", "A", "lse")),
+        Part("attn.c_proj", "matmul", "A", "C", bias=shape.bias),  # attention keeps its input
+        _norm(shape, "ln_2"),
+    )
+
+
+def mlp_parts(shape: GPTConfig) -> tuple[Part, ...]:
+    """The parts of a layer's MLP."""
+    wide = "2F" if shape.activation == "swiglu" else "F"
+    return (
+        Part("mlp.c_fc", "matmul", "C", wide, ("C",), bias=shape.bias),
+        Part("", _OP_OF[shape.activation], wide, "F", (wide,)),
+        Part("mlp.c_proj", "matmul", "F", "C", ("F",), bias=shape.bias),
+    )
+
+
+def expert_parts(shape: GPTConfig) -> tuple[Part, ...]:
+    """The parts of the experts that replace an MLP; the router's product is in fp32."""
+    options: dict[str, Any] = {"on": "experts", "bias": shape.bias}
+    return (
+        Part("mlp.router", "matmul", "X", "E", ("X", "E", "choices"), bias=False),
+        Part("", "permute", "R", "R", (), "choices"),
+        Part("mlp.c_fc", "matmul", "R", "H", ("R",), **options),
+        Part("", _OP_OF[shape.activation], "H", "H", ("H",), "experts"),
+        Part("mlp.c_proj", "matmul", "H", "R", ("H",), **options),
+        Part("", "permute", "R", "R", ("R",), "choices"),
+    )
+
+
+_OP_OF = {"gelu": "bias_gelu", "relu2": "relu2", "swiglu": "swiglu"}
+
+
+def first_parts(shape: GPTConfig) -> tuple[Part, ...]:
+    """The parts before the layers."""
+    learned = (Part("wpe", "embedding", "T", "C"),) if shape.rope_theta is None else ()
+    norm = (_norm(shape, "ln_e"),) if shape.norm_embedding else ()
+    return Part("wte", "embedding", "V", "C"), *learned, *norm
+
+
+def last_parts(shape: GPTConfig) -> tuple[Part, ...]:
+    """The parts behind the layers."""
+    return _norm(shape, "ln_f"), Part("" if shape.tied else "lm_head", "loss", "C", "V")
+
+
+def block_parts(shape: GPTConfig, *, experts: bool = False) -> tuple[Part, ...]:
     """The parts of a layer, in the order of forward."""
-    return ATTENTION + (EXPERTS if experts else MLP)
+    return attention_parts(shape) + (expert_parts(shape) if experts else mlp_parts(shape))
+
+
+# Names of a block's linear layers, which --fp8 selects.
+PRODUCTS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
 def products(fp8: str = "all") -> tuple[str, ...]:
     """Names of a block's linear layers that --fp8 selects: all, mlp or none of them."""
-    names = [part.name for part in block_parts() if part.op == "matmul"]
-    return tuple(n for n in names if fp8 == "all" or n.startswith(f"{fp8}."))
+    return tuple(n for n in PRODUCTS if fp8 == "all" or n.startswith(f"{fp8}."))
 
 
-def split_products() -> list[tuple[str, bool]]:
+def split_products(shape: GPTConfig) -> list[tuple[str, bool]]:
     """(letter, whether by columns) for each linear layer of a block that tp splits."""
-    found = [part for part in block_parts() if part.op == "matmul"]
+    found = [part for part in block_parts(shape) if part.op == "matmul"]
     letters = [(part.out if part.out in SPLIT else part.into) for part in found]
     return [(x, part.out in SPLIT) for part, x in zip(found, letters) if x in SPLIT]
 
@@ -251,7 +433,7 @@ def split_products() -> list[tuple[str, bool]]:
 @functools.lru_cache(256)
 def column_share(shape: GPTConfig) -> float:
     """The fraction of FLOPs of a block's linear layers that is in layers split by columns."""
-    sizes, found = widths(shape), [part for part in block_parts() if part.op == "matmul"]
+    sizes, found = widths(shape), [p for p in block_parts(shape) if p.op == "matmul"]
     flops = [sizes[part.into] * sizes[part.out] for part in found]
     return sum(n for n, part in zip(flops, found) if part.out in SPLIT) / sum(flops)
 
@@ -266,11 +448,12 @@ def vocabulary_rows(shape: GPTConfig, tp: int) -> int:
 
 def widths(shape: GPTConfig, tp: int = 1, ep: int = 1) -> dict[str, int]:
     """The size of each letter on a rank of tp and ep."""
-    attention, experts = shape.heads_of_rank(tp) * shape.head_dim, shape.n_expert
+    attention, experts = shape.heads_of_rank(tp) * shape.head_size, shape.n_expert
+    keys = attention // shape.queries_per_key
     return {
         **dict.fromkeys(("C", "X", "R"), shape.n_embd),
-        "F": 4 * shape.n_embd // tp,
-        **{"A": attention, "3A": 3 * attention},
+        **{"F": shape.inner // tp, "2F": 2 * shape.inner // tp},
+        **{"A": attention, "QKV": attention + 2 * keys, "D": shape.head_size},
         **{"V": vocabulary_rows(shape, tp), "T": shape.block_size},
         **{"H": shape.hidden // tp, "E": experts, "S": experts // ep},
     }
@@ -318,16 +501,22 @@ def count_parameters(shape: GPTConfig, *, padded: bool = False, active: bool = F
         sizes["V"] = shape.vocab_size
     if active:
         sizes["S"] = shape.top_k
-    sparse = shape.expert_layers * count_elements(block_parts(experts=True), sizes)
-    dense = (shape.n_layer - shape.expert_layers) * count_elements(block_parts(), sizes)
-    return count_elements(FIRST + LAST, sizes) + dense + sparse
+    sparse = shape.expert_layers * count_elements(block_parts(shape, experts=True), sizes)
+    dense = (shape.n_layer - shape.expert_layers) * count_elements(block_parts(shape), sizes)
+    return count_elements(first_parts(shape) + last_parts(shape), sizes) + dense + sparse
 
 
 # FLOPs and traffic
 
-_ELEMENTWISE = {  # per element: FLOPs of forward; tensors that forward and backward move
+# Per element: FLOPs of forward; tensors that forward and backward move.
+_ELEMENTWISE: dict[str, tuple[float, float, float]] = {
     "layer_norm": (8.0, 4, 4),
+    "rms_norm": (6.0, 4, 4),
+    "head_norm": (0.0, 0, 0),  # in rope
+    "rope": (10.0, 2, 2),
     "bias_gelu": (15.0, 2, 3),
+    "relu2": (3.0, 2, 3),
+    "swiglu": (4.0, 1.5, 2.5),  # per element of gate and up
     "permute": (1.0, 2, 2),
 }
 
@@ -373,15 +562,17 @@ def part_flops(shape: GPTConfig) -> list[float]:
         return work * (part.op == "matmul") * (shape.top_k if part.on == "experts" else 1)
 
     experts = map(shape.has_experts, range(shape.n_layer))
-    layers = [sum(map(of_token, block_parts(experts=each))) for each in experts]
+    layers = [sum(map(of_token, block_parts(shape, experts=each))) for each in experts]
     return [0.0, *layers, 2.0 * shape.vocab_size * shape.n_embd]
 
 
 def flops_per_token(shape: GPTConfig) -> int:
     """Model FLOPs per token of forward and backward at T = block_size: 6*P + 12*n_layer*T*C.
 
-    P counts only the experts that process a token.
+    P counts only the experts that process a token, and a table of embeddings only if it is the
+    head's too. C is the width of all heads.
     Source: Chowdhery et al. 2022, arXiv 2204.02311, appendix B (attention without its mask).
     """
-    attention = 12 * shape.n_layer * shape.block_size * shape.n_embd
-    return 6 * count_parameters(shape, active=True) + attention
+    attention = 12 * shape.n_layer * shape.block_size * shape.n_head * shape.head_size
+    table = 0 if shape.tied else shape.vocab_size * shape.n_embd
+    return 6 * (count_parameters(shape, active=True) - table) + attention

@@ -33,7 +33,7 @@ class Context(Axis):
         if setup.cp == 1:
             return
         shape, n_micro, c = workload.shape, setup.grad_accum_steps, setup.cp
-        of_head = setup.tokens_of_rank(workload) * shape.head_dim * setup.weight_bytes
+        of_head = setup.tokens_of_rank(workload) * shape.head_size * setup.weight_bytes
         mine = float(of_head * attended_heads(shape, setup))
         layers = n_micro * -(-shape.n_layer // setup.pp)
         if setup.by_keys:  # keys and values of all tokens, some heads at a time; their gradients

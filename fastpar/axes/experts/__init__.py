@@ -43,8 +43,8 @@ SAME = ("replicas", "dp", "cp")  # axes whose ranks have the same experts
 def expert_elements(shape: GPTConfig) -> int:
     """Number of parameters of all experts."""
     sizes = widths(shape)
-    routers = count_elements(block.EXPERTS, {**sizes, "S": 0})
-    return shape.expert_layers * (count_elements(block.EXPERTS, sizes) - routers)
+    routers = count_elements(block.expert_parts(shape), {**sizes, "S": 0})
+    return shape.expert_layers * (count_elements(block.expert_parts(shape), sizes) - routers)
 
 
 class Experts(Axis):

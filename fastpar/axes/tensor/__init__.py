@@ -15,11 +15,11 @@ from fastpar.comm.mesh import Mesh
 from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows
 from fastpar.settings.mesh import divisors
 from fastpar.settings.model import (
-    FIRST,
-    LAST,
     GPTConfig,
     block_parts,
     count_elements,
+    first_parts,
+    last_parts,
     split_products,
     vocabulary_rows,
     widths,
@@ -55,7 +55,7 @@ class TensorAxis(Axis):
         layers = -(-shape.n_layer // setup.pp)
         passes = n_micro * layers
         forwards = 2 if setup.activation_checkpointing == "full" else 1
-        embeds, split = n_micro if setup.pp == 1 else 0, split_products()
+        embeds, split = n_micro if setup.pp == 1 else 0, split_products(workload.shape)
         columns = sum(by_columns for _, by_columns in split)
         row_layers = len(split) - columns
 
@@ -69,8 +69,9 @@ class TensorAxis(Axis):
             yield comm("all_gather", columns * passes, "backward")
             yield comm("reduce_scatter", columns * passes, "backward")
             # Partial sums of parameters that tokens share: positions, norms, biases of row layers.
-            ends, sizes = LAST + (FIRST if setup.pp == 1 else ()), widths(shape, t)
-            partial = layers * count_elements(block_parts(), sizes, whole=True)
+            ends = last_parts(shape) + (first_parts(shape) if setup.pp == 1 else ())
+            sizes = widths(shape, t)
+            partial = layers * count_elements(block_parts(shape), sizes, whole=True)
             partial += count_elements(ends, sizes, whole=True)
             mine = float(partial * setup.grad_bytes) / setup.n_shards
             yield comm("all_reduce", n_micro if setup.zero_stage == 0 else 1, "", mine)
