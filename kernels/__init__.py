@@ -71,7 +71,8 @@ else:
     __all__ = [
         "DelayedScales", "Fp8", "Hyper", "Rng", "accumulate_", "activation", "adamw_step_",
         "adamw_step_flat_", "attention", "attention_qkvpacked", "bias_gelu", "combine",
-        "cross_entropy", "cross_entropy_shard", "cross_entropy_shard_grad", "dequantize_blockwise", "draw_key",
+        "cross_entropy", "cross_entropy_shard", "cross_entropy_shard_grad",
+        "dequantize_blockwise", "draw_key",
         "dropout", "embedding", "gelu_mlp", "global_norm", "grouped_linear", "keep_freed_memory",
         "keep_mask", "layer_norm", "linear", "linear_cross_entropy", "make_key", "orthogonalize",
         "pack_", "permute", "quantize_blockwise", "quantize_p", "residual_layer_norm",

@@ -44,7 +44,7 @@ described, loss, grad = train(halve_every=2)
 plain, same, exact = train()
 assert "halved: one of 2 blocks keeps 16 bits" in described and "halved" not in plain
 assert loss == same and not torch.equal(grad, exact)
-kept = 2 * sum(len(part.keeps) for part in block_parts())  # tensors of the two blocks
+kept = 2 * sum(len(part.keeps) for part in block_parts(shape))  # tensors of the two blocks
 # Each element is rounded once, by 2**-9 at most; roundings of tensors do not depend on each other.
 assert (grad - exact).norm() <= kept**0.5 * 2**-9 * exact.norm()
 json.dump(said, open("said.json", "w"))

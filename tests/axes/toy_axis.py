@@ -61,7 +61,9 @@ class HalvedBlocks(axes.Axis):
         if not setup.halve_every or setup.activation_checkpointing != "none":
             return 0.0
         sizes = widths(workload.shape, setup.tp)
-        of_token = sum(sizes.get(dim, 0) for part in block_parts() for dim in part.keeps)
+        of_token = sum(
+            sizes.get(dim, 0) for part in block_parts(workload.shape) for dim in part.keeps
+        )
         less = (setup.weight_bytes - 2) * of_token * setup.tokens_of_rank(workload)
         return -less / setup.halve_every
 

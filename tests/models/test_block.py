@@ -24,10 +24,10 @@ SPARSE = GPTConfig(3, 2, 16, 8, 50, n_expert=4, expert_every=2, expert_hidden=24
 def listed(shape):
     """(name, shape) of all weights, by the table."""
     experts = enumerate(map(shape.has_experts, range(shape.n_layer)))
-    layers = [(f"h.{i}.", block.block_parts(experts=each)) for i, each in experts]
+    layers = [(f"h.{i}.", block.block_parts(shape, experts=each)) for i, each in experts]
     return [
         (before + name, sizes)
-        for before, some in [("", block.FIRST), *layers, ("", block.LAST)]
+        for before, some in [("", block.first_parts(shape)), *layers, ("", block.last_parts(shape))]
         for (name, _), sizes in zip(block.parameters_of(some), block.shapes_of(some, shape))
     ]
 

@@ -70,7 +70,7 @@ def wide_turns(positions, theta, dim):
 def their_wide_turns(self, x, position_ids):
     """transformers' sines in fp64: only exact rotations may change places with a norm."""
     theta, size = self.config.rope_parameters["rope_theta"], 2 * len(self.inv_freq)
-    return [torch.cat([s, s], -1) for s in wide_turns(position_ids, theta, size)]
+    return [torch.cat([s, s], -1).to(x.dtype) for s in wide_turns(position_ids, theta, size)]
 
 
 @pytest.fixture
