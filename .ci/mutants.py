@@ -37,7 +37,7 @@ SWAPS = {
     ast.IsNot: "is_not is",
 }  # fmt: skip
 # Not of a promise: what is printed, typed or refused in other words; Triton's own functions.
-LEFT_OUT = ("__repr__", "describe", "text", "note", "facts", "verdict", "complexity")
+LEFT_OUT = ("__repr__", "describe", "text", "note", "facts", "verdict")
 LIMIT_S = 1500
 
 

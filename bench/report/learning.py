@@ -84,15 +84,17 @@ def _config(row: Run) -> TrainConfig:
 def muon_table(rows: Sequence[Run]) -> Table:
     lines = []
     for row in rows:
-        shape, is_equal = row["shape"], row["sent_bytes"] == row["formula_bytes"]
+        shape, sent, formula = row["shape"], row["sent_bytes"], row["formula_bytes"]
+        if isinstance(formula, list):  # of each rank, in older results
+            formula = statistics.mean(formula)
         cells = [f"{shape['n_layer']} x {shape['n_embd']}, stage {row['zero_stage']}"]
         cells += [str(row["ranks"]), f"{row['sharded_ms']:.0f}", f"{row['repeated_ms']:.0f}"]
         cells += [f"{row['ratio']:.3f}x"]
         cells += [f"{row['least_ratio']:.3f}x" if "least_ratio" in row else ""]
-        cells += [f"{max(row['sent_bytes']) / 1e6:.1f}, {'equal' if is_equal else 'NOT equal'}"]
+        cells += [f"{statistics.mean(sent) / 1e6:.1f}, {formula / 1e6:.1f}"]
         lines.append(Line(cells, [row]))
     head = ["Muon's step", "ranks", "shared out, ms", "repeated, ms", "ratio", "of the least"]
-    return Table([*head, "MB sent by the busiest rank, and the formula"], lines)
+    return Table([*head, "MB that a rank sends, and the formula"], lines)
 
 
 def curves_table(rows: Sequence[Run]) -> Table:

@@ -275,7 +275,7 @@ def muon_step(cell: Settings) -> Settings:
     row["ratio"] = round(sharded / repeated, 3)
     row["least_ratio"] = round(min(slowest[0]) / min(slowest[1]), 3)
     row["sent_bytes"] = [int(times[2][0]) for times in found]
-    return row | {"formula_bytes": [product_bytes(setup) * sent.dp for sent in homes.sent]}
+    return row | {"formula_bytes": product_bytes(setup) * homes.sent[0]}
 
 
 OF_MUON = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 32, "vocab_size": 4096}

@@ -13,7 +13,7 @@ An axis defines everything about itself. All other code goes through every() and
     describe     lines of engine.describe(); memory: its bytes; header: of a run; record: of a
                  checkpoint
     ops, comms   of one optimizer step of a rank, predicted
-    states       bytes that stay on a rank between steps; keeps: from forward to backward
+    states       bytes that stay on a rank between steps
     candidates   layouts that `fastpar plan` should try
     text, ...    texts of reports
 
@@ -220,21 +220,6 @@ class Axis:
         """Bytes of a rank in host memory."""
         return 0.0
 
-    def host_step_s(
-        self, workload: Workload, setup: Setup, rates: Any, forward_s: float, backward_s: float
-    ) -> float | None:
-        """Seconds that a step waits for the host; None: the optimizer's step runs on the device.
-
-        Args:
-            rates: predict.machine.Rates.
-            forward_s, backward_s: of one micro-batch.
-        """
-        return None
-
-    def keeps(self, workload: Workload, setup: Setup) -> float:
-        """Additional bytes that a block keeps of a micro-batch until backward; may be negative."""
-        return 0.0
-
     # The planner
 
     def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
@@ -252,30 +237,11 @@ class Axis:
         """Whether a complete candidate is worth trying."""
         return True
 
-    def last_resort(self, setup: Setup) -> int:
-        """0: always tried; higher numbers only if nothing with a lower one fits."""
-        return 0
-
-    def least_wait_s(self, setup: Setup, working_s: float) -> float | None:
-        """A lower bound of the seconds that a step waits, if predicting it takes a simulation.
-
-        The search simulates only layouts that could be the fastest.
-
-        Args:
-            working_s: of a step's passes.
-        """
-        return None
-
     def compared(self, setup: Setup) -> tuple[Any, ...]:
-        """Key for reports: of layouts with equal keys only the best is shown."""
+        """Key for reports: of layouts with equal keys only the best is shown. Of equally fast ones
+        that with the usual values is preferred, then that with the least; see place."""
         names = () if self.settings is None else leaves(self.settings)
         return tuple(getattr(setup, name) for name in names)
-
-    def complexity(self, setup: Setup) -> tuple[Any, ...]:
-        """Grows with the use of this axis; see place."""
-        return tuple(
-            value != usual for value, usual in zip(self.compared(setup), self.compared(Setup()))
-        )
 
     def text(self, setup: Setup) -> str:
         """Its part of a layout's name, such as "tp 2"; "" if it is off."""

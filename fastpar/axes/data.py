@@ -352,10 +352,7 @@ class Data(Axis):
                     yield setup.change(zero_stage=stage, shard_size=shard_size)
 
     def compared(self, setup: Setup) -> tuple[Any, ...]:
-        return setup.zero_stage, setup.n_shards
-
-    def complexity(self, setup: Setup) -> tuple[Any, ...]:
-        return setup.zero_stage, setup.shard_size is not None
+        return setup.zero_stage, setup.shard_size
 
     def text(self, setup: Setup) -> str:
         return f"dp {setup.dp}" * (setup.dp > 1)

@@ -482,9 +482,6 @@ class Gridded(Axis):
     def compared(self, setup: Setup) -> tuple[Any, ...]:
         return (setup.tp_grid,)
 
-    def complexity(self, setup: Setup) -> tuple[Any, ...]:
-        return (setup.tp_grid is not None,)
-
     def text(self, setup: Setup) -> str:
         return "" if setup.tp_grid is None else f"grid {setup.tp_grid}"
 

@@ -123,9 +123,6 @@ class Offloaded(Axis):
         for what in (None, "optimizer", "parameters") if can_offload(setup) else (None,):
             yield setup.change(offload=what)
 
-    def last_resort(self, setup: Setup) -> int:
-        return (None, None, "optimizer", "parameters").index(setup.offload)
-
     def compared(self, setup: Setup) -> tuple[Any, ...]:
         return (setup.offload,)
 
@@ -138,13 +135,6 @@ class Offloaded(Axis):
             return 0.0
         each = setup.state_bytes + setup.weight_bytes + setup.grad_bytes
         return sum(stepped_elements(workload, setup)) * each
-
-    def host_step_s(
-        self, workload: Workload, setup: Setup, rates: Any, forward_s: float, backward_s: float
-    ) -> float | None:
-        if setup.offload is None:
-            return None
-        return waiting_s(workload, setup, rates.host, forward_s, backward_s)
 
     def relief(self, setup: Setup) -> Iterator[tuple[str, Setup]]:
         adamw = setup.change(optimizer="adamw")

@@ -1,49 +1,29 @@
 """The peak memory of a training step: predicted for the fullest rank, measured on this one.
 
-The prediction is closed-form; nothing runs.
+The prediction is arithmetic; nothing runs. A step's memory is what stays (parameters, gradients,
+the optimizer's state), and what is temporary: a fold over the table of parts, from the loss back to
+the embedding, adds what an op's backward needs, frees what forward kept for it, and lets the
+gradients of its parameters arrive in their buckets. The largest sum on the way is the peak, or the
+optimizer's own temporary memory. It is within 5 % of nine in ten measured steps, and never more
+than 10 % too low (tests/predict/test_memory_model.py).
 
-A step's memory is what stays (parameters, gradients, the optimizer's state) and what is temporary.
-The temporary part peaks at one of six moments, and the largest of them is predicted:
+On a GPU a chunk's logits are freed, and attention keeps one number per row instead of two. Not
+predicted: what StepMemory does not measure either (transports' own buffers), the random state of
+recomputed blocks, and oneDNN's packed operands of 16-bit products on a CPU.
 
-    loss        all activations; the head's input, dx and dweight (in fp32), a chunk's logits
-    dweight     as loss without the logits, while dweight is cast
-    block       backward of a block: activations up to it, the gradients between its ops, one
-                weight's gradient; the head's gradient waits for the embedding's; at stages 2 and 3
-                full gradients in flight, at stage 3 two gathered units
-    embedding   backward of the embedding, whose gradient is as large as the head's
-    update      Adafactor's: the updates of a batch of matrices, copies of rounded weights; Muon's:
-                matrices in flight and the products of one (AdamW's kernel needs nothing)
-    between     nothing: what stays
-
-On a GPU the same applies, except that a chunk's logits are freed, and attention keeps one number
-per row instead of two. Not predicted: what StepMemory does not measure either (transports' own
-buffers), the random state of recomputed blocks, and oneDNN's packed operands of 16-bit products on
-a CPU.
-
-[Note: gradients under way] At stages 2 and 3 a bucket has memory from the first gradient copied
-into it until its reduction is complete; the engine waits for the oldest reduction when
-reducer.too_many_in_flight() says so. So the full gradients that are alive grow with the blocks
-that backward has passed, bucket by bucket, up to those in flight and the one being filled; the
-bucket that the last norm opens stays. At stages 0 and 1 gradients have their own memory, but
-messages in another format are copies until the end of backward. At stage 3 the parameters of two
-units are gathered.
-
-[Note: units] a: the features of this rank's tokens between blocks, [N, C] ([N/tp, C] under sequence
-parallelism); whole: of all tokens; split: [N, C/tp]; heads: [N, H*D] of this rank's heads, equal to
-split if tp divides them. All in bytes of the weights' format. What a block keeps of them is in
-settings/model.py; under "selective" recomputation it is its inputs and the outputs of products and
-attention, under "full" its inputs: x and delta (the first block has no delta).
+[Note: units] own: the features of this rank's tokens between blocks, [N, C] ([N/tp, C] under
+sequence parallelism); whole: of all tokens. All in bytes of the weights' format. What a block keeps
+of them is in settings/model.py; under "selective" recomputation it is its inputs and the outputs of
+products and attention, under "full" its inputs: x and delta (the first block has no delta).
 
 [Note: joined] Along the row of a grid, tensors are concatenated after a gather, or cut before a
-sum, in a copy; so are a weight and its gradient (cut by rows) along their columns. Such a copy and
-its source are alive at once. With one row or one column there is nothing to concatenate.
+sum, in a copy; a weight and its gradient are whole while its product runs.
 
 [Note: a pipeline's rank] keeps what its schedule holds: of each micro-batch and chunk the blocks'
 activations, what was received and what was sent, and on the last stage the gradient of the head's
 input, the norm's output and dweight; also the gradient that the running backward was given, and the
-message that is received ahead. A backward in two halves fills no bucket in the first half, which
-sets aside the gradients of norms, biases and tables; in the second half bucket after bucket is
-filled while the rest shrinks.
+message that is received ahead. A backward in two halves keeps the inputs and gradients of its
+products for the second half, in which gradients arrive.
 
 It is measured with StepMemory:
 
@@ -70,7 +50,8 @@ import gc
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -78,7 +59,7 @@ import torch
 
 from fastpar.axes import every
 from fastpar.axes.context import attended_heads
-from fastpar.axes.data import ROOT, GPTBuckets, buckets_of
+from fastpar.axes.data import GPTBuckets, buckets_of
 from fastpar.axes.offload import going_down
 from fastpar.axes.pipeline import RankParts, parts_of
 from fastpar.axes.pipeline.schedules import SPLIT, Held, held_of
@@ -87,11 +68,20 @@ from fastpar.axes.wires import message_bytes
 from fastpar.comm.transports import shared_bytes, shared_ranges
 from fastpar.engine.engine import Engine
 from fastpar.engine.gradients import IN_FLIGHT as IN_REDUCTION
+from fastpar.engine.gradients import LEAST_BYTES, LEAST_WIDE_BYTES
+from fastpar.kernels.backend import has_bf16_gemm
 from fastpar.kernels.linear.fp8 import BLOCK
 from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows, workspace_bytes
 from fastpar.optim.adafactor import BATCH
 from fastpar.predict.time import product_bytes, updates_of
-from fastpar.settings.model import Part, block_parts, products, widths
+from fastpar.settings.model import (
+    Part,
+    block_parts,
+    first_parts,
+    last_parts,
+    products,
+    widths,
+)
 
 # cuBLAS's workspace on Hopper, from torch's allocator (a quarter on older GPUs): one each for the
 # threads of forward and of backward.
@@ -147,7 +137,7 @@ def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = N
         state += 4 * sum(map(sum, buckets.matrices)) * elements / buckets.elements
     if setup.optimizer == "muon":  # one momentum, not two moments
         for found in updates_of(workload.shape, buckets, setup):
-            state -= 4 * sum(found.numel.values()) / found.n_shards
+            state -= 4 * found.held
     sizes: dict[str, float] = {"optimizer": state}
     for axis in every():
         axis.states(setup, buckets, sizes)
@@ -163,6 +153,263 @@ def _adafactor_scratch(setup: Setup, buckets: GPTBuckets) -> float:
     return float(each * max(*sizes, min(sum(sizes), BATCH)) + rounded * max(sizes))
 
 
+# The table of a rank
+
+
+class Step(NamedTuple):
+    """The backward of a block's op, in bytes.
+
+    Attributes:
+        frees: what forward kept for it; needs: gradients and buffers while it runs.
+        params: number of its parameters, whose gradients it makes.
+        sides: input and gradient of a product, for the second half of a split backward.
+    """
+
+    frees: float
+    needs: float
+    params: int
+    sides: float = 0.0
+
+
+class Block(NamedTuple):
+    """A block on a rank, for one micro-batch, in bytes.
+
+    Attributes:
+        kept: from forward to backward; again: computed again when backward begins with it.
+        steps: in the order of forward.
+        last: the end of that second forward: its last output, which is discarded.
+    """
+
+    kept: float
+    again: float
+    steps: tuple[Step, ...]
+    last: float
+
+    @property
+    def sides(self) -> float:
+        return sum(step.sides for step in self.steps)
+
+    @property
+    def params(self) -> int:
+        return sum(step.params for step in self.steps)
+
+
+class Table:
+    """What a rank has of a GPT for one micro-batch, in bytes; see [Note: units].
+
+    Attributes:
+        blocks: of each kind.
+        batch: inputs and targets. residual: gradients between blocks.
+        table: shape of the embedding; tied: whether it is the head too.
+        standing: memory that the loss keeps between calls.
+        begins, ends: number of parameters before the blocks and behind them.
+        embedding: temporary memory of its backward, besides its gradient.
+    """
+
+    standing, embedding = 0.0, 0.0
+
+    def __init__(self, workload: Workload, setup: Setup) -> None:
+        shape, tp, grid = workload.shape, setup.tp, setup.tp_grid is not None
+        self.shape, self.setup, self.grid, self.tied = shape, setup, grid, shape.tied
+        ends = first_parts(shape), last_parts(shape)
+        self.begins, self.ends = (sum(len(p.parameters) for p in parts) for parts in ends)
+        on_gpu, item = setup.device_type == "cuda", setup.weight_bytes
+        n = self.n = setup.tokens_of_rank(workload)
+        split = self.split = grid or (tp > 1 and setup.sequence_parallel)
+        self.whole = n * shape.n_embd * item
+        self.own = self.whole / tp if split else self.whole
+        attended, heads = attended_heads(shape, setup), shape.heads_of_rank(tp)
+        self.padding = n * (attended - heads) * shape.head_size * item  # of heads over cp
+        choices, statistics = n * shape.top_k, 8 * (n / tp if split and not grid else n)
+        of_heads, row = n * heads * shape.head_size * item, choices * item
+        self.sizes = {
+            **{"C": self.own, "A": of_heads},
+            "QKV": of_heads * (1 + 2 / shape.queries_per_key),
+            **{"F": n * shape.inner * item / tp, "2F": 2 * n * shape.inner * item / tp, "D": 0.0},
+            **{"stats": statistics, "lse": (4 if on_gpu else 8) * n * attended},
+            **{"X": 4 * n * shape.n_embd, "E": 4 * n * shape.n_expert, "choices": 20 * choices},
+            **{"R": row * shape.n_embd, "H": row * shape.hidden / tp},
+        }
+        self.letters = widths(shape, tp, setup.ep)
+        rows = self.letters["V"]
+        self.table = rows, shape.n_embd
+        self.batch = 16.0 * n * setup.cp * setup.rows * setup.depth  # a grid's rank has all of it
+        self.residual = self.own * (2 if shape.dropout else 1)  # of x and delta
+        # Whether a product of dweight is rounded before it is added in fp32.
+        self.rounds = item == 2 and not on_gpu and not has_bf16_gemm
+        chunk = min(n, default_chunk_rows(n, shape.n_embd, rows, setup.device_type))
+        self.workspace = chunk * rows * item + item * rows * shape.n_embd * self.rounds
+        self.standing = 0.0 if on_gpu else self.workspace
+        if item == 2 and not on_gpu:  # rows that occur are summed in fp32
+            self.embedding = 6.0 * min(n, rows) * shape.n_embd
+        self.embedding += self.whole * split
+        dense = self._block(experts=False)
+        self.blocks = dense, self._block(experts=True) if shape.n_expert else dense
+
+    def _keeps(self, part: Part) -> float:
+        if part.keeps and part.name in products(self.setup.fp8):  # 8-bit codes, and their scales
+            k = self.letters[part.into]
+            scales = {"row": 1, "block": -(-k // BLOCK), "tensor": 0}[self.setup.fp8_scaling]
+            return self.n * (k + 4 * scales)
+        return sum(self.sizes[letter] for letter in part.keeps)
+
+    def _needs(self, part: Part) -> float:
+        """Gradients of output and input; where tokens are split, a product gathers both."""
+        into, out = self.sizes.get(part.into, 0.0), self.sizes[part.out]
+        item = self.setup.weight_bytes
+        if part.op == "permute":  # kernels/permute.py sums in fp32
+            wide = max(4, item) / item
+            return 2 * wide * out + wide * self.whole * (wide > 1)
+        if part.op != "matmul":
+            return into + out
+        if not self.split:
+            return into + out * (part.out != "C")  # which is the residual's
+        into = 2 * self.whole if part.into == "C" else into  # also what is gathered again
+        out = self.whole if part.out == "C" else out
+        if self.grid:  # see [Note: joined]
+            weight = item * self.letters[part.into] * self.letters[part.out]
+            into += weight * (1 + (self.setup.rows > 1)) + self.whole * (self.setup.tp > 1)
+        return into + out
+
+    def _block(self, *, experts: bool) -> Block:
+        parts, sizes = block_parts(self.shape, experts=experts), self.sizes
+        mode = self.setup.activation_checkpointing
+        steps = []
+        for p in parts:
+            sides = (sizes[p.into] + sizes[p.out]) * (p.op == "matmul")
+            steps.append(Step(self._keeps(p), self._needs(p), len(p.parameters), sides))
+        everything, rows = sum(step.frees for step in steps), sizes["R"] * experts
+        if mode == "none":
+            return Block(everything + 3 * self.padding, 0.0, tuple(steps), 0.0)
+        travel = self.setup.ep > 1
+        kept = 2 * self.own + 8 * self.n * self.shape.top_k * experts  # and the experts' numbers
+        if mode == "full":
+            last = self.own * (1 + self.split) + self.whole + rows * (1 + travel)
+            return Block(kept, everything, tuple(steps), last)
+        cheap = sum(sizes[p.out] for p in parts[:-1] if p.cheap)
+        kept += sizes["lse"] + sum(sizes[p.out] for p in parts[:-1] if not p.cheap)
+        norms = sum(p.op in ("layer_norm", "rms_norm") for p in parts)
+        again = cheap + norms * (self.own + sizes["stats"])
+        return Block(kept + 2 * rows * travel, again, tuple(steps), 0.0)
+
+    def loss(self, gradient: float) -> Iterator[tuple[float, float]]:
+        """(activations besides those of blocks, the loss' memory) when it is computed, and in its
+        backward; gradient: bytes of the head's gradient outside of its bucket."""
+        numel = math.prod(self.table)
+        loss = self.workspace + self.whole * (1 + self.split) + 4 * self.n
+        loss += 4 * numel * (1 + self.rounds)  # dweight; the next chunk's is added
+        loss += self.setup.weight_bytes * numel * (self.setup.rows > 1)
+        yield 2 * self.own + self.sizes["stats"], loss
+        loss = self.standing + self.whole + 4 * numel + gradient * (self.setup.weight_bytes == 2)
+        yield self.own + self.sizes["stats"], loss
+
+
+# The fold
+
+
+class Arriving(NamedTuple):
+    """How gradients arrive in a backward.
+
+    Those of a bucket wait in autograd for its last one, unless they are computed in the bucket
+    (engine/gradients.py). At stages 2 and 3 a bucket has memory until its reduction is awaited.
+
+    Attributes:
+        item: bytes of an element of a gradient; least: of gradients that are computed in the
+            bucket.
+        of_bucket, of_message, of_sum: bytes of an element of a bucket while it is collected and
+            reduced, of its message, and of the sum with earlier micro-batches.
+        before: bytes of gradients before backward.
+        frees, frees_sums: whether bytes are free after a reduction; most: elements in reduction.
+        tables: whether a table's gradient is computed in the bucket.
+        opened: whether its bucket is open from the beginning; early: whether it is the first.
+        passed: gradients that arrived in another chunk's backward, long before.
+    """
+
+    item: int
+    least: float
+    of_bucket: int
+    of_message: float
+    of_sum: float
+    before: float
+    frees: bool
+    frees_sums: bool
+    most: float
+    tables: bool
+    opened: bool = False
+    passed: int = 0
+    early: bool = False
+
+    @classmethod
+    def of(cls, setup: Setup, buckets: GPTBuckets) -> Arriving:
+        item, each, stage = setup.weight_bytes, setup.grad_bytes, setup.stage
+        several, by_shard = setup.grad_accum_steps > 1, setup.accumulate == "shard"
+        kind, wide = setup.device_type, item == 2 < each
+        # In later micro-batches they are added from memory of their own.
+        places = (each == item and (by_shard or not several)) or (wide and kind == "cuda")
+        least = (LEAST_WIDE_BYTES if wide else LEAST_BYTES)[kind] if places else math.inf
+        collects = stage >= 2 and (by_shard or not several)
+        share = buckets.share(setup.n_shards) / buckets.elements
+        of_sum, before = each * share * (several and by_shard and stage > 0), 0.0
+        if stage >= 2 and not collects:  # those of earlier micro-batches
+            before = float(each * buckets.padded(1))
+        elif stage < 2 and setup.grad_accum_steps > 2:
+            before, of_sum = of_sum * buckets.padded(1), 0.0
+        return cls(
+            *(item, least, each * collects, message_bytes(setup), of_sum, before, stage >= 2),
+            *(setup.n_shards == setup.data, IN_REDUCTION * setup.bucket_bytes / each),
+            setup.device_type == "cuda" and setup.pp == 1,
+        )
+
+    def is_placed(self, shape: Sequence[int], in_block: bool) -> bool:
+        """Whether a weight's gradient is computed in its bucket."""
+        large = len(shape) > 1 and self.item * math.prod(shape) >= self.least
+        return large and (in_block or self.tables)
+
+
+Sizes = tuple[tuple[float, float], ...]
+
+
+@functools.lru_cache(4096)
+def _arrivals(how: Arriving, buckets: GPTBuckets, groups: tuple[int, ...]) -> Sizes:
+    """(bytes before, most bytes meanwhile) for each group of so many gradients, in order."""
+    numel, missing = [b.numel for b in buckets.layout.buckets], Counter(buckets.arrival)
+    order = deque(zip(buckets.arrival, reversed(buckets.shapes), reversed(buckets.names)))
+    if how.early:
+        order.appendleft(order.pop())
+    for _ in range(how.passed):
+        order.popleft()
+    begun, waiting, flight = set[int](), Counter[int](), deque[int]()
+    now, found = how.before, []
+
+    def open_bucket(bucket: int) -> float:
+        size = 0 if bucket in begun else how.of_bucket * numel[bucket]
+        begun.add(bucket)
+        return size
+
+    if how.opened:
+        now += open_bucket(buckets.arrival[-1])
+    for count in groups:
+        before = most = now
+        for bucket, shape, name in (order.popleft() for _ in range(count)):
+            if how.is_placed(shape, bool(name)):
+                now += open_bucket(bucket)
+            else:
+                waiting[bucket] += how.item * math.prod(shape)
+                now += how.item * math.prod(shape)
+            missing[bucket] -= 1
+            if not missing[bucket]:
+                now += open_bucket(bucket)
+                most = max(most, now)
+                now += (how.of_message + how.of_sum) * numel[bucket] - waiting.pop(bucket, 0)
+                flight.append(numel[bucket])
+            most = max(most, now)
+            while how.frees and len(flight) > 2 and sum(flight) > how.most:
+                freed = how.of_bucket + how.of_message + how.of_sum * how.frees_sums
+                now -= freed * flight.popleft()
+        found.append((before, most))
+    return tuple(found)
+
+
 class Moment(NamedTuple):
     """Bytes of temporary memory at one moment."""
 
@@ -172,392 +419,97 @@ class Moment(NamedTuple):
     update: float = 0.0
 
 
-class Peak:
-    """The moments that can be the peak; see the top of the file.
+def _kept(table: Table, layers: Sequence[int]) -> float:
+    """Kept by these blocks; of offloaded inputs: of the block in backward, the next, the last."""
+    layers = layers[-3:] if table.setup.offload_activations else layers
+    kept = sum(table.blocks[kind].kept for kind in layers)
+    return kept - table.own * (table.setup.activation_checkpointing == "full")
+
+
+def _others(table: Table, parts: RankParts, now: Held) -> float:
+    """What a pipeline keeps of other micro-batches and chunks; see [Note: a pipeline's rank]."""
+    if table.setup.pp == 1:
+        return 0.0
+    kept, last = 0.0, len(parts.layers) - 1
+    for chunk, (n, waiting, layers) in enumerate(zip(now.held, now.waiting, parts.layers)):
+        sides, running = sum(table.blocks[kind].sides for kind in layers), chunk == now.chunk
+        ends = 2 - (parts.first and chunk == 0) - (parts.last and chunk == last)
+        kept += (n - waiting) * (_kept(table, layers) + ends * table.own) + waiting * sides
+        if parts.last and chunk == last:  # the head's input, its norm's output, dweight
+            kept += (n - running) * (2 * table.own + 4 * math.prod(table.table))
+        if running:
+            kept -= sides if waiting else _kept(table, layers)
+    # The gradient that it was given (the loss has none), and the message received ahead.
+    return kept + table.own * (2 - (parts.last and now.chunk == last))
+
+
+def moments(table: Table, parts: RankParts, held: Held, buckets: GPTBuckets) -> Iterator[Moment]:
+    """A backward, from the loss to the embedding.
 
     Args:
         parts: the rank's parts of the model; held: micro-batches that each of its chunks keeps.
     """
+    setup, item = table.setup, table.setup.weight_bytes
+    how = Arriving.of(setup, buckets)
+    layers, last = parts.layers[held.chunk], held.chunk == len(parts.layers) - 1
+    standing = table.standing * parts.last
+    placed = how.is_placed(table.table, in_block=False)
+    head = 0.0 if placed else float(item * math.prod(table.table))
+    waits = head / setup.rows * (table.tied and parts.first and parts.last)
+    always = table.batch + _others(table, parts, held)
+    splits = setup.schedule in SPLIT and setup.pp > 1
+    root, *units = buckets.units
 
-    def __init__(self, workload: Workload, setup: Setup, parts: RankParts, held: Held) -> None:
-        shape, tp = workload.shape, setup.tp
-        self.shape, self.setup, self.parts = shape, setup, parts
-        self.head, self.buckets = parts.last, buckets_of(workload, setup, parts)
-        self.mode = setup.activation_checkpointing
-        self._more = sum(axis.keeps(workload, setup) for axis in every())
-        self.on_gpu, self.item = setup.device_type == "cuda", setup.weight_bytes
-        self.grid = setup.tp_grid is not None
-        self.sp = self.grid or (tp > 1 and setup.sequence_parallel)
-        self.width, self.n = shape.n_embd, setup.tokens_of_rank(workload)
-        self.whole = self.n * self.width * self.item
-        self.split = self.whole / tp
-        n_heads = shape.heads_of_rank(tp)
-        self.heads = self.n * n_heads * shape.head_size * self.item
-        # Heads that ranks of cp attend, and on a GPU their o, which c_proj keeps for its tokens.
-        attended = attended_heads(shape, setup)
-        self.padding = self.n * (attended - n_heads) * shape.head_size * self.item
-        exchanged = self.on_gpu and setup.cp > 1 and not setup.by_keys
-        self.again = self.heads + self.padding if exchanged else 0.0
-        self.a = self.split if self.sp else self.whole
-        # Mean and rstd of a norm.
-        self.statistics = 8 * (self.n / tp if self.sp and not self.grid else self.n)
-        # Per row and head of attention: lse; on the CPU two numbers.
-        self.lse = (4 if self.on_gpu else 8) * self.n * attended
-        self.res = self.a * (2 if shape.dropout else 1)  # gradients of x and delta: one or two
-        self.weight = 4 * self.width**2 / tp * self.item  # the gradient of a block's largest weight
-        self.letters = widths(shape, tp, setup.ep)
-        # The same for a block with experts: each stack has one gradient.
-        self.stack = self.letters["S"] * self.width * self.letters["H"] * self.item
-        self.rows = self.letters["V"]
-        self.table = self.rows * self.width
-        # Outside the buckets; none on a GPU whose buckets keep fp32 gradients of 16-bit weights:
-        # there the loss writes it into its bucket, which is open all the time at stages 2 and 3.
-        wide = self.on_gpu and self.item == 2 and setup.grad_bytes == 4
-        wide &= tp == setup.pp == 1 and not self.grid
-        self.table_made = 0.0 if wide else self.item * self.table
-        self.table_waits = 4.0 * self.table * (setup.stage >= 2) if wide else self.table_made
-        # idx and targets; each rank of a grid has those of the full batch.
-        self.batch = 16 * self.n * setup.cp * setup.rows * setup.depth
-        # For a grid, see [Note: joined]: activations that are concatenated; for a matrix whose
-        # columns are cut by rows: whether it is gathered, and its share; relative to the gradient's
-        # size, the copy in which it is cut, plus the share.
-        self.joined = self.whole * (self.grid and tp > 1)
-        self.several, self.share = setup.rows > 1, 1 / setup.rows
-        self.cut = self.several * (1 + self.share)
-        self.chunk, self.splits = held.chunk, setup.schedule in SPLIT and setup.pp > 1
-        # In elements, see [Note: gradients under way]: of all; of a block; of a bucket; of buckets
-        # in flight.
-        self.everything = self.buckets.padded(1)
-        first = parts.first and held.chunk == 0
-        last = parts.last and held.chunk == len(parts.layers) - 1
-        buckets = self.buckets.layout.buckets
-        self.bucket = max([b.numel for b in buckets if b.unit != ROOT], default=1)
-        cap = setup.bucket_bytes / setup.grad_bytes
-        self.waiting = max(2, IN_REDUCTION * cap // self.bucket) * self.bucket
-        self.mine = parts.layers[held.chunk]
-        self.blocks = self._of(self.buckets.blocks, self.mine)
-        # The embedding's and positions' bucket, the bucket that the last norm opens, and the head's
-        # table if it waits for no embedding.
-        self.root = self.table + shape.block_size * self.width if first else 0
-        self.opened = buckets[self.buckets.arrival[0]].numel if last else 0
-        self.early = self.table if last and not first else 0
-        # Bytes per element: of its messages, of the shard that its sum is added to.
-        self.messages = message_bytes(setup)
-        again = setup.accumulate == "shard" and setup.grad_accum_steps > 1 and setup.stage > 0
-        shards = setup.n_shards
-        if self.buckets.of_experts:
-            shards = self.buckets.elements / self.buckets.share(shards)
-        self.sums = setup.grad_bytes / shards if again else 0.0
-        self.at_loss = self._alive(0.0, 0.0)
-        # What the other micro-batches of a pipeline keep meanwhile.
-        self.others = self._others(held)
+    def gathered(units_done: int) -> float:
+        """Parameters at stage 3: the root's, of a unit and the one before it."""
+        some = units[max(0, units_done - 2) : units_done]
+        return item * (root + sum(some)) * (setup.stage == 3)
 
-    @staticmethod
-    def _of(blocks: Sequence[float], layers: Sequence[bool]) -> float:
-        """The sum over these layers; blocks: of a dense block, of one with experts."""
-        experts = sum(layers)
-        return blocks[0] * (len(layers) - experts) + (blocks[1] * experts if experts else 0)
+    ends, begins = parts.last and last, parts.first and held.chunk == 0
+    after = [kind for chunk in parts.layers[held.chunk + 1 :] for kind in chunk]
+    early = parts.last and not parts.first  # the table waits for no embedding
+    passed = sum(table.blocks[k].params for k in after) + parts.last * (table.ends + early)
+    steps = [s.params for kind in reversed(layers) for s in reversed(table.blocks[kind].steps)]
+    groups = (passed * ends, *steps, table.begins * begins)
+    opened = placed and table.tied and ends
+    how = how._replace(opened=opened, passed=passed * (not ends), early=early)
+    arrived = iter(_arrivals(how, buckets, groups))
+    kept, weights = always + _kept(table, layers), gathered(len(units))
+    now = next(arrived)[0]
+    if ends:
+        computed, backward = table.loss(head)
+        yield Moment(kept + computed[0], computed[1], how.before + weights)
+        yield Moment(kept + backward[0], backward[1], now + weights)
+    sides, grads = 0.0, now
+    for i in reversed(range(len(layers))):
+        block, weights = table.blocks[layers[i]], gathered(len(units) - len(layers) + i + 1)
+        kept = always + sides + _kept(table, layers[: i + 1]) + table.residual + block.again
+        yield Moment(kept + block.last, standing + waits, grads + weights)
+        for step in reversed(block.steps):
+            grads = now if splits else next(arrived)[1]
+            yield Moment(kept + step.needs, standing + waits, grads + weights)
+            kept -= step.frees - step.sides * splits
+        sides += block.sides * splits
+    for kind in reversed(layers) if splits else ():
+        most = max(next(arrived)[1] for _ in table.blocks[kind].steps)
+        yield Moment(always + sides, standing + waits, most + gathered(2))
+        sides -= table.blocks[kind].sides
+    if begins:
+        now, most = next(arrived)
+        kept = always + table.residual + table.embedding
+        yield Moment(kept, standing + waits, now + head + gathered(0))
+        # The sum of both gradients of a 16-bit table is a copy.
+        yield Moment(table.batch, standing + waits * (item == 2), most + gathered(1))
 
-    def _others(self, now: Held) -> float:
-        """What a pipeline keeps besides the blocks in backward; see [Note: a pipeline's rank]."""
-        if self.setup.pp == 1:
-            return 0.0
-        parts, held, last = self.parts, now.held, len(now.held) - 1
-        kept = 0.0
-        for n, waiting, layers in zip(held, now.waiting, parts.layers):
-            kept += (n - waiting) * self.kept(layers) + waiting * self._of(self._sides, layers)
-        for chunk, (n, waiting) in enumerate(zip(held, now.waiting)):
-            ends = 2 - (parts.first and chunk == 0) - (parts.last and chunk == last)
-            kept += (n - waiting) * ends * self.a
-        ends = self.head and now.chunk == last  # the loss receives no gradient
-        kept += self.a * (2 - ends)
-        forward = held[-1] - max(now.waiting[-1], ends)
-        kept += (forward * 2 * self.a + (held[-1] - ends) * 4 * self.table) * self.head
-        layers = parts.layers[now.chunk]
-        return kept - (self._of(self._sides, layers) if self.splits else self.kept(layers))
 
-    def _alive(self, made: float, limit: float, opened: float = 0.0) -> float:
-        """Bytes of full gradients and their messages once backward has made `made` elements.
-
-        Args:
-            limit: of elements in flight; opened: elements of a bucket that stays.
-        """
-        setup = self.setup
-        if setup.stage < 2:
-            sums = self.everything if setup.grad_accum_steps > 2 else made
-            return self.messages * (made + self.early) + self.sums * sums
-        some = min(math.ceil(made / self.bucket) * self.bucket, limit, self.blocks)
-        whole = setup.grad_accum_steps > 1 and not self.sums  # of earlier micro-batches
-        added = made if setup.n_shards < setup.data else some
-        grads = self.everything if whole else some + opened
-        return setup.grad_bytes * grads + self.messages * some + self.sums * added
-
-    def _lefts(self) -> Iterator[tuple[tuple[bool, ...], float]]:
-        """Blocks still before backward where the peak can be, and the elements made so far: all
-        blocks; when the last bucket in flight is filled; three, whose inputs are on the device with
-        offload_activations; one. With experts it can be at any block."""
-        mine, filled = len(self.mine), int(self.waiting // self.buckets.blocks[0])
-        some = {mine, mine - filled, mine - filled - 1, 3, 1}
-        for left in range(1, mine + 1) if any(self.mine) else some:
-            if 0 < left <= mine:
-                yield self.mine[:left], self._of(self.buckets.blocks, self.mine[left:])
-
-    @property
-    def _at_table(self) -> float:
-        """Memory when the embedding's gradient is copied into its bucket."""
-        return self._alive(self.blocks, self.waiting, self.root)
-
-    @property
-    def _sent(self) -> float:
-        """Messages of that bucket, and its sum."""
-        return (self.messages + self.sums) * self.root
-
-    def moments(self) -> Iterator[Moment]:
-        yield from self._blocks()
-        if self.parts.first and self.chunk == 0:
-            yield from self._embedding()
-        if self.head and self.chunk == len(self.parts.layers) - 1:
-            yield self._loss()
-            yield self._dweight()
-        if self.setup.optimizer == "adafactor":
-            scratch = _adafactor_scratch(self.setup, self.buckets)
-            yield Moment(0.0, self._standing, 0.0, scratch)
-        if self.setup.optimizer == "muon":
-            for matrices in updates_of(self.shape, self.buckets, self.setup):
-                yield Moment(0.0, self._standing, 0.0, matrices.room(product_bytes(self.setup)))
-
-    @functools.cached_property
-    def _sizes(self) -> dict[str, float]:
-        """Bytes on this rank of each kind of tensor that a Part may keep."""
-        n, shape, choices = self.n, self.shape, self.n * self.shape.top_k
-        of_choice = self.item * choices
-        return {
-            **{"C": self.a, "A": self.heads, "QKV": 3 * self.heads, "F": 4 * self.split},
-            **{"stats": self.statistics, "lse": self.lse, "choices": (4 + 2 * 8) * choices},
-            **{"X": 4 * n * self.width, "E": 4 * n * shape.n_expert, "R": of_choice * self.width},
-            "H": of_choice * (shape.hidden / self.setup.tp),
-        }
-
-    def _kept(self, parts: Iterable[Part]) -> float:
-        """Kept by parts without recomputation."""
-        kept, coded = 0.0, products(self.setup.fp8)
-        for part in parts:
-            if part.name in coded and part.keeps:  # as 8-bit codes of all tokens, and their scales
-                k = self.letters[part.into]
-                scales = {"row": 1, "block": -(-k // BLOCK), "tensor": 0}[self.setup.fp8_scaling]
-                kept += self.n * (k + 4 * scales)
-            else:
-                kept += sum(self._sizes[what] for what in part.keeps)
-        return kept
-
-    def _one(self, *, experts: bool = False) -> float:
-        """Kept by a block."""
-        parts, sizes = block_parts(self.shape, experts=experts), self._sizes
-        if self.mode == "none":
-            return self._kept(parts) + 3 * self.padding + self.again
-        kept = 2 * self.a + 8 * self.n * self.shape.top_k * experts
-        if self.mode == "selective":
-            kept += self.lse + sum(sizes[p.out] for p in parts[:-1] if not p.cheap)
-            kept += 2 * sizes["R"] * (experts and self.setup.ep > 1)  # what was received
-        return kept
-
-    def _cheap(self, experts: bool) -> float:
-        """Outputs of the ops that "selective" recomputes in a block."""
-        parts = block_parts(self.shape, experts=experts)[:-1]  # the last one's output is not needed
-        return sum(self._sizes[part.out] for part in parts if part.cheap)
-
-    @functools.cached_property
-    def _ones(self) -> tuple[float, float]:
-        return self._one(), self._one(experts=True)
-
-    def kept(self, layers: Sequence[bool]) -> float:
-        """Kept by these blocks."""
-        if self.setup.offload_activations:  # the block in backward, the one before it, the last
-            layers = layers[-3:]
-        kept = self._of(self._ones, layers) - (self.a if self.mode == "full" else 0)
-        return kept + len(layers) * self._more
-
-    @functools.cached_property
-    def _sides(self) -> tuple[float, float]:
-        """Per block: inputs of products and gradients of outputs; see engine/pipeline_step.py."""
-        dense, experts = (
-            sum(self._sizes[p.into] + self._sizes[p.out] for p in parts if p.op == "matmul")
-            for parts in (block_parts(self.shape), block_parts(self.shape, experts=True))
-        )
-        return dense, experts
-
-    def _again(self, experts: bool) -> float:
-        """What backward recomputes before it begins with a block."""
-        if self.mode == "none":
-            return 0.0
-        parts = block_parts(self.shape, experts=experts)
-        norms = sum(part.op == "layer_norm" for part in parts)
-        sums = norms * (self.a + self.statistics)
-        return self._kept(parts) if self.mode == "full" else self._cheap(experts) + sums
-
-    @property
-    def _workspace(self) -> float:
-        """The head's: a chunk's logits; on a CPU they stay, with a 16-bit product of dweight."""
-        kind = "cuda" if self.on_gpu else "cpu"
-        rows = min(self.n, default_chunk_rows(self.n, self.width, self.rows, kind))
-        product = self.item * self.table if self.item == 2 and not self.on_gpu else 0
-        return rows * self.rows * self.item + product
-
-    @property
-    def _standing(self) -> float:
-        """The permanent part of the head's workspace."""
-        return 0.0 if self.on_gpu or not self.head else self._workspace
-
-    def _gathered(self, units: int) -> float:
-        """Parameters at stage 3: the root's, and those of the last `units` units."""
-        if self.setup.stage < 3:
-            return 0.0
-        root, *others = self.buckets.units
-        return self.item * (root + sum(others[max(0, len(others) - units) :]))
-
-    def _loss(self) -> Moment:
-        # The last norm's sum and output and statistics.
-        kept = self.kept(self.parts.layers[-1]) + 2 * self.a + self.statistics + self.batch
-        dweight = 4 * self.table
-        rows = min(self.n, default_chunk_rows(self.n, self.width, self.rows, "cpu"))
-        if rows < self.n and self.item == 2 and not self.on_gpu:  # the next chunk's is added
-            dweight *= 2
-        loss = self._workspace + self.whole + dweight + 4 * self.n
-        if self.sp:
-            loss += self.whole  # x of all tokens
-        loss += self.several * self.item * self.table
-        return Moment(kept + self.others, loss, self.at_loss + self._gathered(1))
-
-    def _dweight(self) -> Moment:
-        kept = self.kept(self.parts.layers[-1]) + self.a + self.statistics + self.batch
-        loss = self._standing + self.whole + 4 * self.table
-        if self.setup.tp > 1:
-            loss += self.whole  # the sum of dx; both are scaled in place
-        if self.item == 2:
-            loss += self.table_waits
-        if self.grid:  # dx is scaled, cut and summed; dweight cast; cut and summed
-            table, standing = self.item * self.table, self._standing
-            summed = loss - (table if self.item == 2 else 0) + self.joined + self.a
-            cuts = standing + table * (1 + self.cut) + self.a
-            scaled = max(loss - self.whole + self.a, summed)
-            ahead = self.at_loss + self._gathered(2)  # backward has begun
-            found = [(scaled, self.at_loss + self._gathered(1)), (cuts, ahead)]
-            return max((Moment(kept + self.others, *each) for each in found), key=sum)
-        return Moment(kept + self.others, loss, self.at_loss + self._gathered(1))
-
-    def _waiting(self) -> float:
-        """The head's gradient and workspace, until the embedding's gradient exists."""
-        waits = self.parts.first and self.parts.last
-        return self.table_waits * self.share * waits + self._standing
-
-    def _mixture(self) -> tuple[float, float]:
-        """Like _block() for experts: gradients of rows, also in flight, and of a stack."""
-        a, rows, hidden = self.a, self._sizes["R"], self._sizes["H"]
-        again, travel, last = self._again(True), self.setup.ep > 1, 0.0
-        tokens = self.whole if self.sp else 0.0
-        if self.mode != "none":  # the part of the block's forward that runs again
-            last = self.res + again + (a + self.whole + rows * (1 + travel)) * (self.mode == "full")
-        if self.mode == "selective":  # of rows that travel, what was sent is made or kept in vain
-            again -= 2 * rows * travel
-        wide = max(4, self.item) / self.item  # kernels/permute.py sums in fp32
-        combine = 2 * wide * rows + (wide > 1) * wide * self.whole
-        start = self.res + again + tokens + max(hidden + self.stack, rows * (1 + travel), combine)
-        # gelu's backward; a stack's gradient into its bucket; c_fc's; rows back; permute's.
-        rest = [hidden - rows, self.stack - rows, self.stack - hidden, rows * travel - 2 * hidden]
-        rest.append(2 * wide * self.whole - rows - 2 * hidden)
-        start = max(last, start)
-        return start, again + a + tokens + max(rest)
-
-    def _block(self) -> tuple[float, float]:
-        """The most that a block's backward needs on top of what is kept up to it: when it begins,
-        and while it fills the next bucket."""
-        a, whole, split, weight = self.a, self.whole, self.split, self.weight
-        joined, gathered = self.joined, self.several * weight
-        tokens = whole if self.sp else 0.0  # gathered
-        # The last product of a forward; c_fc's gradients, and their scattered parts.
-        output = whole + (a if self.sp else 0.0)
-        c_fc = whole + weight + (whole + a if self.sp else 0.0)
-        if self.grid:  # dx in flight, w concatenated, dweight cut
-            tokens = joined + self.share * gathered
-            output = whole + max(gathered, joined + a)
-            dx = joined + max(whole + joined + a, 2 * gathered, gathered + whole)
-            c_fc = max(dx, joined + a + weight * (1 + self.cut))
-        again, last = self._again(False), 0.0
-        if self.mode == "full":  # the block's forward; its last product is discarded
-            last = self.res + again + a + output
-        elif self.mode == "selective":
-            last = self.res + again
-            again -= 2 * a  # what was kept of c_proj has been used
-        start = max(last, self.res + again + 4 * split + weight + tokens)
-        # gelu's output is freed. Its backward, or c_proj's gradient on its way into the bucket.
-        c_proj = again + a + max(4 * split, weight * self.share)
-        # While c_fc's backward runs, after its input and gelu's are freed.
-        c_fc += again - 4 * split + a
-        if self.setup.by_keys:  # attention's backward, in units of heads: see axes/context/keys.py
-            sums = 2 if self.item == 2 else 1  # in fp32
-            pieces = 2 + 2 * sums + 2  # k and v; the sums of their gradients; those of a piece
-            attention = again - 8 * split - a + (1 + 3 + pieces) * self.heads
-            c_fc = max(c_fc, attention)
-        if self.setup.fp8 != "none":  # values of gelu's output; codes of c_fc's gradient
-            codes = self.width * (self.n + 4 * self.width // self.setup.tp)  # dy's and w's
-            start, c_proj = start + 4 * split + codes, c_proj + 4 * split
-            c_fc += whole + 4 * split / self.item
-        return start, max(c_proj, c_fc)
-
-    def _halves(self) -> Iterator[Moment]:
-        """A backward in two halves: gradients reach the buckets in the second one only."""
-        experts = any(self.mine)
-        again = self._cheap(experts) if self.mode == "selective" else self._again(experts)
-        waits = self.head and (self.chunk == len(self.parts.layers) - 1 or self.parts.first)
-        set_aside = self.item * self.table * waits + self._standing
-        gelu = 2 * (self._sizes["H"] if experts else 4 * self.split)
-        for left in {1, len(self.mine)}:  # while gelu's backward runs: both sides and gradients
-            kept = self.kept(self.mine[:left]) + self._of(self._sides, self.mine[left:])
-            kept += self.others + self.batch
-            kept += again + self.res + gelu + (self.whole if self.sp else 0.0)
-            yield Moment(kept, set_aside, self.at_loss + self._gathered(2))
-        first = self.item * self.table * (self.parts.first and self.chunk == 0)
-        for layers, made in self._lefts():
-            kept = self._of(self._sides, layers) + self.others + self.batch
-            alive = self.weight + self._alive(made, self.waiting, self.opened)
-            yield Moment(kept, max(set_aside, first), alive + self._gathered(2))
-        table = first + self._at_table
-        yield Moment(self.others + self.batch, self._standing, table)
-
-    def _blocks(self) -> Iterator[Moment]:
-        if self.splits:
-            yield from self._halves()
-            return
-        tops = self._block(), self._mixture()
-        for layers, made in self._lefts():
-            (start, rest), block = tops[layers[-1]], self.buckets.blocks[layers[-1]]
-            kept = self.kept(layers) + self.batch + self.others - self.weight
-            gathered = self.weight + self._gathered(min(2, len(layers)))
-            alive = self._alive(made, self.waiting, self.opened * (made > 0))
-            yield Moment(kept + start, self._waiting(), gathered + alive)
-            alive = self._alive(made + block / 2, self.waiting + self.bucket, self.opened)
-            yield Moment(kept + rest, self._waiting(), gathered + alive)
-
-    def _embedding(self) -> Iterator[Moment]:
-        """The embedding's backward; its gradient copied into the bucket; the bucket sent."""
-        table, gathered = self.table_made, self._gathered(0)
-        activations = self.res + self.batch + (self.whole if self.sp else 0.0)
-        activations += self.others
-        made = self._alive(self.blocks, self.waiting, self.opened) + gathered
-        sums = 0.0
-        if self.splits:  # the weights' gradients are not made yet
-            activations += self._of(self._sides, self.parts.layers[0])
-            made = self.at_loss + gathered
-        if self.item == 2 and not self.on_gpu:  # occurring rows are summed in fp32
-            sums = 6 * min(self.n, self.rows) * self.width
-        if self.grid:
-            activations = self.batch + self.whole
-        yield Moment(activations, self._waiting(), made + sums + table)
-        if self.grid:
-            yield Moment(self.batch, self._waiting(), made + table * (1 + self.cut))
-        table *= self.share
-        yield Moment(self.batch, self._standing, self._at_table + table + gathered)
-        yield Moment(self.batch, self._standing, self._at_table + self._sent + gathered)
+def _update_bytes(workload: Workload, setup: Setup, buckets: GPTBuckets) -> float:
+    """Temporary memory of the optimizer's step; AdamW's needs none."""
+    if setup.optimizer == "adafactor":
+        return _adafactor_scratch(setup, buckets)
+    if setup.optimizer == "muon":
+        found = updates_of(workload.shape, buckets, setup)
+        return max(matrices.room(product_bytes(setup)) for matrices in found)
+    return 0.0
 
 
 def predict_memory(workload: Workload, setup: Setup) -> Memory:
@@ -573,7 +525,8 @@ def predict_memory(workload: Workload, setup: Setup) -> Memory:
         for parts, a in cases
         if not any(other == parts and a.within(b) for other, b in cases)
     ]
-    found = (_memory_of(workload, setup, parts, held) for parts, held in fullest)
+    table = Table(workload, setup)
+    found = (_memory_of(workload, table, parts, held) for parts, held in fullest)
     return max(found, key=lambda memory: memory.total)
 
 
@@ -586,9 +539,10 @@ def _stages(workload: Workload, setup: Setup) -> Iterator[tuple[RankParts, list[
 
 def predict_ranks(workload: Workload, setup: Setup) -> list[Memory]:
     """predict_memory() of each rank of a pipeline; with pp=1 a single one."""
+    table = Table(workload, setup)
     return [
         max(
-            (_memory_of(workload, setup, parts, held) for held in several),
+            (_memory_of(workload, table, parts, held) for held in several),
             key=lambda memory: memory.total,
         )
         for parts, several in _stages(workload, setup)
@@ -606,7 +560,7 @@ def activations_on_host(workload: Workload, setup: Setup) -> int:
         for held in several:
             layers = zip(held.held, parts.layers)
             inputs = sum(n * (2 * len(blocks) - 1) for n, blocks in layers if blocks) - 1
-            most = max(most, inputs * Peak(workload, setup, parts, held).a)
+            most = max(most, inputs * Table(workload, setup).own)
     return round(most)
 
 
@@ -616,17 +570,22 @@ def host_bytes(workload: Workload, setup: Setup) -> int:
     return round(kept) + activations_on_host(workload, setup)
 
 
-def _memory_of(workload: Workload, setup: Setup, parts: RankParts, held: Held) -> Memory:
+def _memory_of(workload: Workload, table: Table, parts: RankParts, held: Held) -> Memory:
+    setup, buckets = table.setup, buckets_of(workload, table.setup, parts)
+    update = _update_bytes(workload, setup, buckets)
+    return peak_of(table, parts, held, buckets, predict_states(workload, setup, parts), update)
+
+
+def peak_of(
+    table: Table, parts: RankParts, held: Held, buckets: GPTBuckets, states: Memory, update: float
+) -> Memory:
     """What stays, and the largest moment."""
-    peak = Peak(workload, setup, parts, held)
-    top = max(peak.moments(), key=sum)
-    return replace(
-        predict_states(workload, setup, parts),
-        activations=round(top.activations),
-        loss=round(top.loss),
-        buckets=round(top.buckets + going_down(setup, peak.buckets)) + _CUBLAS * peak.on_gpu,
-        update=round(top.update),
-    )
+    setup = table.setup
+    step = Moment(0.0, table.standing * parts.last, 0.0, update)
+    top = max([*moments(table, parts, held, buckets), step], key=sum)
+    on_its_way = going_down(setup, buckets) + _CUBLAS * (setup.device_type == "cuda")
+    found = replace(states, **{name: round(size) for name, size in top._asdict().items()})
+    return replace(found, buckets=round(top.buckets + on_its_way))
 
 
 _MARK = "fastpar: a step begins"

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fastpar.axes import every, layout_text, number_text, size_text
-from fastpar.axes.data import buckets_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
 from fastpar.files.plain_files import write_text
@@ -47,7 +46,6 @@ from fastpar.predict.time import (
     cost_per_billion_tokens,
     ops_of,
     predict_step,
-    updates_text,
 )
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.fields import leaves
@@ -362,9 +360,6 @@ def report(plan: Plan) -> str:
         lines.append(f"host     {size_text(on_host)} of host memory per rank")
     for axis in every():
         lines += axis.facts(workload, winner.setup)
-    if winner.setup.optimizer == "muon":
-        buckets = buckets_of(workload, winner.setup)
-        lines.append(f"muon     {updates_text(shape, buckets, winner.setup)}")
     sent = nic_bytes(plan, winner.setup)
     if sent:
         lines.append(

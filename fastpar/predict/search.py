@@ -4,15 +4,14 @@ The axes propose layouts, each axis based on the choices of those before it. A l
 here exactly if `fastpar train` refuses it: each candidate is turned into the run's settings, which
 check themselves. Layouts that do not fit are kept, to report by how much.
 
-[Note: bounds] If predicting a step needs a simulation, there are far too many layouts. So layouts
-are simulated in the order of a cheap lower bound: the step without its bubble, plus the least wait
-that its axes state. The search stops at the first bound above the best step found. What is left out
+[Note: bounds] Predicting the step of a pipeline needs a simulation, and there are far too many. So
+they are simulated in the order of a cheap lower bound: the step without its bubble, plus the least
+wait of its stages. The search stops at the first bound above the best step found. What is left out
 could not win: see test_the_bounds_leave_out_no_winner.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
@@ -20,6 +19,7 @@ from typing import Any
 
 from fastpar.axes import every, number_text
 from fastpar.axes.data import elements_of
+from fastpar.axes.pipeline import least_wait_s
 from fastpar.axes.step import ALIKE, CommOp, Op, Setup, Workload
 from fastpar.comm.recorder import ring_bytes
 from fastpar.predict.memory import Memory, format_bytes, host_bytes, predict_memory
@@ -54,10 +54,13 @@ class Estimate:
 
     @property
     def complexity(self) -> tuple[Any, ...]:
-        """Sort key: of layouts of equal speed the least complex wins."""
-        axes = sorted(every(), key=lambda axis: -axis.place)
+        """Sort key: of layouts of equal speed the least complex wins, rare axes first."""
+        found: list[Any] = []
+        for axis in sorted(every(), key=lambda axis: -axis.place):
+            for value, usual in zip(axis.compared(self.setup), axis.compared(Setup())):
+                found += [value != usual, value if isinstance(value, int) else 0]
         mode = CHECKPOINTING.index(self.setup.activation_checkpointing)
-        return *(axis.complexity(self.setup) for axis in axes), mode, self.rank
+        return *found, mode, self.rank
 
 
 def family_of(setup: Setup) -> tuple[Any, ...]:
@@ -116,10 +119,10 @@ def layouts(
             yield setup
 
 
-def least_wait_s(setup: Setup, working_s: float = 0.0) -> float | None:
-    """The least time that a step waits; None: no simulation is needed to know it."""
-    waits = [axis.least_wait_s(setup, working_s) for axis in every()]
-    return None if set(waits) == {None} else sum(filter(None, waits))
+def is_last_resort(setup: Setup) -> bool:
+    """Whether a layout is tried only if no other fits: state on the host, and stages 2 and 3 of a
+    pipeline, which reduce the gradients of each micro-batch."""
+    return setup.offload is not None or (setup.pp > 1 and setup.zero_stage > 1)
 
 
 def micro_batches(workload: Workload, setup: Setup) -> Iterator[Setup]:
@@ -146,8 +149,7 @@ def search(
     """The best of each layout and checkpointing mode, fastest first; what does not fit comes last.
 
     For each layout and checkpointing mode the micro-batch is the fastest that fits. Of layouts of
-    equal speed the simplest comes first: see Axis.place, then least recomputation. An axis' last
-    resort is tried only if nothing else fits.
+    equal speed the simplest comes first: see Axis.place, then least recomputation.
 
     Args:
         template: world size, formats, device and transport of all candidates.
@@ -155,15 +157,13 @@ def search(
         per_node: ranks on a node.
         fixed: settings that all layouts take from the template.
     """
-    rounds = defaultdict[int, list[Setup]](list)
-    for setup in layouts(workload, template, per_node, fixed):
-        rounds[max(axis.last_resort(setup) for axis in every())].append(setup)
+    every_way = list(layouts(workload, template, per_node, fixed))
     found: list[Estimate] = []
     among = workload, rates, limit_bytes, checkpointing
-    for _, ways in sorted(rounds.items()):
-        found += try_all(*among, [way for way in ways if least_wait_s(way) is None])
-        simulated = [way for way in ways if least_wait_s(way) is not None]
-        found += try_in_order(*among, simulated, found)
+    for last in (False, True):
+        ways = [way for way in every_way if is_last_resort(way) is last]
+        found += try_all(*among, [way for way in ways if way.pp == 1])
+        found += try_in_order(*among, [way for way in ways if way.pp > 1], found)
         if any(e.time for e in found):
             break
     found.sort(key=lambda e: e.rank)
@@ -218,7 +218,7 @@ def try_in_order(
                 time = predict_step(workload, setup, rates, bubble=False)
                 passes = ("forward", "backward", "recompute", "loss")
                 waits = least_wait_s(setup, sum(time.parts[name] for name in passes))
-                bounds.append((time.step_s + (waits or 0.0), setup))
+                bounds.append((time.step_s + waits, setup))
     found: dict[tuple[Any, ...], Estimate] = {}
     fastest_s = min((e.step_s for e in others), default=float("inf"))
     for bound, setup in sorted(bounds, key=lambda pair: pair[0]):
@@ -304,7 +304,7 @@ def smallest_changes(
         first = (
             next(micro_batches(workload, way), way)
             for way in layouts(workload, full, per_node)
-            if least_wait_s(way) is None
+            if way.pp == 1
         )
         sizes = ((predict_memory(workload, setup).total, setup) for setup in first)
         return min(sizes, key=lambda found: found[0], default=(float("inf"), full))

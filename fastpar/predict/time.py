@@ -1,9 +1,8 @@
 """The time of a step: what a rank computes and sends in it, at a machine's rates.
 
 Counted is the work of fastpar's own ops and engine on the busiest rank; for pipeline stages the
-mean, including shares of the loss and the embedding. Each axis counts its own part (axes/). Muon's
-matrices, assigned to ranks by the runtime's assign(), are counted here: the buckets say which rank
-has which elements of them, and the steps of Owners are counted one by one.
+mean, including shares of the loss and the embedding. Each axis counts its own part (axes/); Muon's
+matrices are counted here, as if they were shared out evenly.
 
 Shape legend as in gpt.py; N is the tokens of a micro-batch, t is tp. Under sequence parallelism
 norms see N/t of them.
@@ -29,14 +28,14 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from fastpar.axes import every
-from fastpar.axes.data import BucketKind, GPTBuckets, buckets_of, elements_of
+from fastpar.axes.data import GPTBuckets, buckets_of, elements_of
+from fastpar.axes.offload import waiting_s
 from fastpar.axes.pipeline import stage_layers
 from fastpar.axes.pipeline.schedules import ENOUGH, Costs, Kind
 from fastpar.axes.pipeline.schedules import time_of as simulated
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.engine.control import count_words
 from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows
-from fastpar.optim.muon import Owner, assign
 from fastpar.predict.machine import STEPS, Cluster, Rates
 from fastpar.settings import model as block
 from fastpar.settings.files import check_at_least
@@ -53,201 +52,113 @@ from fastpar.settings.model import (
     work_of,
 )
 
-_WIDE = 4  # bytes of an element of the momentum's arithmetic
-_MOST_RANKS = 8  # for which memory is counted: those with the most matrices
-
-
-class Sent(NamedTuple):
-    """Per update and axis: elements that a rank sends to others, or messages."""
-
-    dp: int
-    tp: int
-
 
 def product_flops(short: int, long: int) -> float:
     """FLOPs of one step of Newton-Schulz on a matrix with these sides."""
     return 4.0 * short * short * long + 2.0 * short**3
 
 
-class MatrixUpdates:
-    """The assignment of a rank's layers' matrices to ranks.
+class MatrixUpdates(NamedTuple):
+    """The matrices that Muon updates on a rank, shared out evenly among dp x tp ranks.
 
-    Args:
-        dp, n_shards: ranks that have them.
-        shared_out: of experts that ep ranks split; False: of everything else.
     Attributes:
-        elements: of the matrices on a rank along dp x tp, tp innermost; the most.
-        sent: by every rank, in this order; most_sent: by any of them.
-        messages: all_to_alls per step.
-        jobs: number of matrices [short, long] on the rank with the most FLOPs.
+        kinds: number of parameters of (matrices in it, short side, long side), before tp and dp.
+        numel: elements that a replica has of them on a rank of tp, along dp on n_shards ranks.
+        n_dp: ranks that share the work; n_tp: ranks of tp.
+        batches: buckets with matrices, which are exchanged one after the other.
+        largest: elements of the largest of these.
     """
 
-    def __init__(
-        self,
-        shape: GPTConfig,
-        buckets: GPTBuckets,
-        dp: int,
-        tp: int,
-        n_shards: int,
-        shared_out: bool = False,
-    ) -> None:
-        slots, made = (
-            {slot.registered: slot for slot in buckets.layout.slots},
-            buckets.layout.buckets,
-        )
-        self.sharded, self.n_tp, self.n_shards = n_shards > 1, tp, n_shards
-        self.n_dp = n_shards if self.sharded else dp
-        sizes, kinds = widths(shape), {}
-        for part in (*block_parts(shape, experts=True), *block_parts(shape)):
-            if part.op == "matmul":
-                many = 3 if part.out == "QKV" else 2 if part.out == "2F" else 1
-                sides = sorted((sizes[part.into], sizes[part.out] // many))
-                kinds[f"{part.name}.weight", part.on == "experts"] = many, *sides
-        self.what = {}  # number of matrices in a parameter, and their sides
-        for i in buckets.hidden:
-            if bool(made[slots[i].bucket].key) == shared_out:
-                stack, *others = buckets.shapes[i]
-                many, *sides = kinds[buckets.names[i], len(others) == 2]
-                self.what[i] = (stack if len(others) == 2 else many), *sides
-        order = sorted(self.what, key=lambda i: self.what[i][0] == 1)  # groups of muon_groups()
-        costs = [n * product_flops(*sides) for n, *sides in map(self.what.__getitem__, order)]
-        places = assign(costs, self.n_dp * tp)
-        self.home = {i: Owner(*divmod(place, tp)) for i, place in zip(order, places)}
-        self.numel = {i: math.prod(buckets.shapes[i]) for i in order}
-        self.pieces: dict[int, dict[int, int]] = {}  # elements of each matrix, by rank along dp
-        by_bucket: dict[int, list[int]] = {}
-        for i in sorted(order, key=lambda i: (slots[i].bucket, slots[i].start)):
-            slot = slots[i]
-            by_bucket.setdefault(slot.bucket, []).append(i)
-            kind = BucketKind(made[slot.bucket].numel, False, False, False)
-            self.pieces[i] = self._pieces(slot.start, slot.stop, kind.padded(n_shards) // n_shards)
-        self.batches = list(by_bucket.values())
-        loads: dict[int, float] = dict.fromkeys(places, 0.0)
-        for place, cost in zip(places, costs):
-            loads[place] += cost
-        busiest = max(loads, key=loads.__getitem__, default=0)
-        self.jobs = Counter[tuple[int, int]]()
-        for i, place in zip(order, places):
-            if place == busiest:
-                count, short, long = self.what[i]
-                self.jobs[short, long] += count
-        self._rooms: dict[int, int] = {}
-        self.sent, n = self._sent(), len(self.batches)
-        self.most_sent = Sent(*map(max, zip(*self.sent)))
-        self.messages = Sent(n * (1 + self.sharded) * (self.n_dp > 1), 2 * n * (tp > 1))
-        held = Counter[int]()
-        for pieces in self.pieces.values():
-            held.update(pieces)
-        self.elements = max(held.values(), default=0)
+    kinds: Counter[tuple[int, int, int]]
+    numel: int
+    n_dp: int
+    n_tp: int
+    n_shards: int
+    batches: int
+    largest: int
 
-    def _pieces(self, start: int, stop: int, shard: int) -> dict[int, int]:
-        if not self.sharded:
-            return dict.fromkeys(range(self.n_dp), stop - start)
-        ranks = range(start // shard, (stop - 1) // shard + 1)
-        return {r: min(stop, (r + 1) * shard) - max(start, r * shard) for r in ranks}
+    @property
+    def held(self) -> float:
+        """Elements of a rank."""
+        return self.numel / self.n_shards
 
-    def _sent(self) -> list[Sent]:
-        along, column, own = Counter[int](), Counter[int](), Counter[Owner]()
-        for i, home in self.home.items():
-            everywhere = self.pieces[i]
-            for rank, size in everywhere.items() if self.sharded else ():
-                along[rank] += size * (rank != home.dp)
-            along[home.dp] += sum(everywhere.values()) - everywhere.get(home.dp, 0)
-            column[home.dp] += self.numel[i]
-            own[home] += self.numel[i]
-        ranks = (Owner(r, t) for r in range(self.n_dp) for t in range(self.n_tp))
-        # Slices of others' matrices to their ranks, slices of its results to all.
-        return [
-            Sent(along[at.dp], (column[at.dp] + (self.n_tp - 2) * own[at]) * (self.n_tp > 1))
-            for at in ranks
-        ]
+    @property
+    def share(self) -> float:
+        """Of the work, on the rank with most: a parameter is not divided."""
+        costs = {kind: kind[0] * product_flops(*kind[1:]) for kind in self.kinds}
+        total = sum(costs[kind] * n for kind, n in self.kinds.items())
+        ranks = self.n_dp * self.n_tp
+        return max(1 / ranks, max(costs.values()) / total) if total else 1 / ranks
 
-    def room(self, item: int) -> int:
-        """Bytes of temporary memory of an update on the rank that needs most.
+    @property
+    def sent(self) -> tuple[float, float]:
+        """Elements that a rank sends per step along dp, and along tp."""
+        others = self.held * (self.n_dp - 1)  # an average rank's results, to those that lack them
+        along = 2 * others / self.n_dp if self.n_shards > 1 else others / self.n_dp
+        column = self.numel / self.n_dp
+        return along, column * (1 + (self.n_tp - 2) / self.n_tp) * (self.n_tp > 1)
 
-        Args:
-            item: bytes of an element of the products.
+    @property
+    def messages(self) -> tuple[int, int]:
+        """All-to-alls per step along dp, and along tp."""
+        both = 1 + (self.n_shards > 1)
+        return self.batches * both * (self.n_dp > 1), 2 * self.batches * (self.n_tp > 1)
+
+    def room(self, item: int) -> float:
+        """Bytes of temporary memory; item: of an element of the products.
+
+        A rank has its slices, if sharded also all of its own matrices whole; then, batch by batch,
+        what arrived, what the products need, and results on their way, which stay along tp, and
+        unsharded also along dp.
         """
-        if item not in self._rooms:
-            own = Counter[Owner](self.home.values())
-            ranks = {home for home, _ in own.most_common(_MOST_RANKS)} | {Owner(0, 0)}
-            self._rooms[item] = max(self._room(rank, item) for rank in ranks)
-        return self._rooms[item]
-
-    def _room(self, at: Owner, item: int) -> int:
-        """Bytes alive in Owners.run(), which takes the same steps."""
-        mine = {i: self.pieces[i].get(at.dp, 0) for i in self.home}
-        alive, tp = item * sum(mine.values()), self.n_tp
-        # The slices, while the last one is moved: with its gradient, product and sum.
-        most = alive + 3 * _WIDE * max(mine.values(), default=0)
-
-        def column(batch: list[int]) -> int:
-            return item * sum(self.numel[i] for i in batch if self.home[i].dp == at.dp)
-
-        def given(batch: list[int]) -> int:
-            return item * sum(mine[i] for i in batch)
-
-        for batch in self.batches if self.sharded else ():  # sent: copies of slices, then freed
-            most = max(most, alive + given(batch) + column(batch))
-            alive += column(batch)
-        back = 0
-        for batch in self.batches:
-            arrived, own = column(batch), [i for i in batch if self.home[i] == at]
-            whole = {i: item * self.numel[i] * tp for i in own}
-            most = max(most, alive + arrived * self.sharded)
-            alive += arrived * (not self.sharded) - given(batch)
-            if tp > 1:
-                most = max(most, alive + arrived + 2 * sum(whole.values()))
-                alive += sum(whole.values()) - arrived
-            for i in own:
-                most = max(most, alive + self._products(i, item))
-            sliced = sum(whole.values()) + (arrived if tp > 1 else 0)
-            most = max(most, alive + sliced)
-            alive += sliced - sum(whole.values())
-            copies = arrived * (1 if self.sharded else self.n_dp)
-            returned = copies + given(batch) * (self.n_dp > 1)
-            if tp > 1:
-                back += returned
-            else:
-                most = max(most, alive + returned)
-                alive += returned - sliced
-        return max(most, alive + back)
-
-    def _products(self, i: int, item: int) -> int:
-        """Memory besides a full parameter: finished parts, and orthogonalize()'s own."""
-        count, short, long = self.what[i]
-        part = short * long
-        running = 2 * part + 2 * short * short
-        return item * max((count - 1) * part + running, 2 * count * part * (count > 1))
+        sharded, own, one = self.n_shards > 1, self.numel / self.n_dp, 0
+        each = self.largest / self.n_dp  # a rank's own of a batch
+        for count, short, long in self.kinds:
+            running = 2 * short * (short + long)
+            finished = short * long * (count - 1)
+            one = max(one, finished + running, 2 * count * short * long * (count > 1))
+        begin, copies = self.held + own * sharded, own if sharded else self.numel
+        if self.n_tp > 1:
+            end = 2 * own + copies + self.held * (self.n_dp > 1)
+            return item * max(begin + max(one, 3 * each), end)
+        stays = self.numel * (self.n_dp > 1 and not sharded)
+        return item * (begin + max(one, each + stays))
 
 
-_matrices = functools.lru_cache(1024)(MatrixUpdates)
 _token_flops = functools.lru_cache(1024)(flops_per_token)
 
 
-def updates_of(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> tuple[MatrixUpdates, ...]:
+def updates_of(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> list[MatrixUpdates]:
     """The matrices of a rank with these buckets; experts on ep ranks separately."""
-    n_shards, ep = setup.n_shards if setup.stage else 1, setup.ep
-    found = _matrices(shape, buckets, setup.data, setup.tp, n_shards)
-    if not buckets.of_experts:
-        return (found,)
-    shards = max(1, n_shards // ep)
-    return found, _matrices(shape, buckets, setup.data // ep, setup.tp, shards, True)
+    shards, apart = setup.n_shards if setup.stage else 1, bool(buckets.of_experts)
+    found = [_matrices(shape, buckets, setup.data, setup.tp, shards, False)]
+    if apart:
+        ranks = setup.data // setup.ep, setup.tp, max(1, shards // setup.ep)
+        found.append(_matrices(shape, buckets, *ranks, True))
+    return found
 
 
-def updates_text(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> str:
-    """The largest share of the work, and the bytes sent, in a line."""
-    found, item = updates_of(shape, buckets, setup), product_bytes(setup)
-    jobs = [(sides, n) for each in found for sides, n in each.jobs.items()]
-    flops = sum(STEPS * product_flops(*sides) * n for sides, n in jobs)
-    text = f"orthogonalizes {sum(n for _, n in jobs)} of "
-    many = sum(n for each in found for n, *_ in each.what.values())
-    text += f"{many} matrices on a rank, {flops / 1e12:,.3g} TFLOP"
-    for axis in Sent._fields:
-        messages = sum(getattr(each.messages, axis) for each in found)
-        most = sum(item * max(getattr(sent, axis) for sent in each.sent) for each in found) / 1e6
-        text += f"; sends {most:,.3g} MB along {axis} in {messages} all-to-alls" if messages else ""
-    return text
+@functools.lru_cache(1024)
+def _matrices(
+    shape: GPTConfig, buckets: GPTBuckets, dp: int, tp: int, n_shards: int, of_experts: bool
+) -> MatrixUpdates:
+    sizes, sides = widths(shape), {}
+    for part in (*block_parts(shape, experts=True), *block_parts(shape)):
+        if part.op == "matmul":
+            many = {"QKV": shape.queries_per_key + 2, "2F": 2}.get(part.out, 1)
+            both = sorted((sizes[part.into], sizes[part.out] // many))
+            sides[f"{part.name}.weight", part.on == "experts"] = many, *both
+    bucket_of, kinds = {s.registered: s.bucket for s in buckets.layout.slots}, Counter[Any]()
+    batches = Counter[int]()
+    for i in buckets.hidden:
+        if bool(buckets.layout.buckets[bucket_of[i]].key) == of_experts:
+            stack = len(buckets.shapes[i]) == 3
+            many, *both = sides[buckets.names[i], stack]
+            kinds[(buckets.shapes[i][0] if stack else many, *both)] += 1
+            batches[bucket_of[i]] += math.prod(buckets.shapes[i])
+    numel, largest = sum(batches.values()), max(batches.values(), default=0)
+    n_dp = n_shards if n_shards > 1 else dp
+    return MatrixUpdates(kinds, numel, n_dp, tp, n_shards, len(batches), largest)
 
 
 def product_bytes(setup: Setup) -> int:
@@ -293,6 +204,8 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
             size = (micro, heads if by_keys else -(-heads // c), seq_len, shape.head_size)
         elif part.op in ("matmul", "loss"):
             size = (on[part.on], sizes[part.into], sizes[part.out])
+        elif part.cheap:
+            size = (on[part.on], sizes[part.into])
         if part.op == "loss":
             more = max(1, -(-rows // default_chunk_rows(rows, sizes["C"], more, device)))
         flops, moved, *back = work_of(part.op, size, 4 if part.into == "X" else item, more)
@@ -334,7 +247,7 @@ def _updates(workload: Workload, setup: Setup) -> Iterator[Op]:
     of_element = 2 * setup.grad_bytes + 2 * setup.weight_bytes + 2 * setup.state_bytes
     if setup.optimizer == "muon":
         for matrices in updates_of(workload.shape, buckets_of(workload, setup), setup):
-            mine -= matrices.elements
+            mine -= math.ceil(matrices.held)
             yield from _matrix_updates(matrices, setup)
     yield Op("optimizer", (mine,), "forward", 15.0 * mine, mine * of_element, 1)
 
@@ -342,13 +255,14 @@ def _updates(workload: Workload, setup: Setup) -> Iterator[Op]:
 def _matrix_updates(matrices: MatrixUpdates, setup: Setup) -> Iterator[Op]:
     """Products of the rank with the most of them, and the elementwise work."""
     item = product_bytes(setup)
-    for (short, long), count in matrices.jobs.items():
+    for (many, short, long), count in matrices.kinds.items():
         flops = STEPS * product_flops(short, long)
         moved = float(STEPS * item * (4 * short * long + 5 * short * short))
-        yield Op("orthogonalize", (short, long), "forward", flops, moved, count)
+        products = many * count * matrices.share
+        yield Op("orthogonalize", (short, long), "forward", flops, moved, products)
     # torch's operations read or write gradient, momentum and update 25 times.
-    moved, flops = 25.0 * 4 * matrices.elements, 12.0 * matrices.elements
-    yield Op("matrix_update", (matrices.elements,), "forward", flops, moved, 1)
+    held = math.ceil(matrices.held)
+    yield Op("matrix_update", (held,), "forward", 12.0 * held, 25.0 * 4 * held, 1)
 
 
 # Communication
@@ -376,18 +290,15 @@ def _parameters(shape: GPTConfig) -> tuple[int, int]:
 
 
 def _to_homes(workload: Workload, setup: Setup) -> Iterator[CommOp]:
-    """Muon's matrices to their ranks and back: for the rank that sends most."""
+    """Muon's matrices to their ranks and back."""
     item, along = product_bytes(setup), "shard" if setup.stage else "dp"
     found = updates_of(workload.shape, buckets_of(workload, setup), setup)
     for matrices, stride in zip(found, (setup.tp, setup.tp * setup.ep)):
-        most = matrices.most_sent
-        for axis, ranks, apart, sent, count in (
-            (along, matrices.n_dp, stride, most.dp, matrices.messages.dp),
-            ("tp", setup.tp, 1, most.tp, matrices.messages.tp),
-        ):
+        ranks = (along, matrices.n_dp, stride), ("tp", setup.tp, 1)
+        for (axis, n, apart), sent, count in zip(ranks, matrices.sent, matrices.messages):
             if count:
-                n_bytes = float(item * sent) * ranks / (ranks - 1) / count
-                yield CommOp("all_to_all", axis, n_bytes, ranks, apart, count, "update")
+                n_bytes = item * sent * n / (n - 1) / count
+                yield CommOp("all_to_all", axis, n_bytes, n, apart, count, "update")
 
 
 F, I, W = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741
@@ -481,9 +392,7 @@ def time_of(
             column_s += seconds * column_share(workload.shape)
     backward_s = parts["backward"] + parts["recompute"] + parts["loss"] * 2 / 3
     one = parts["forward"] / setup.grad_accum_steps, backward_s / setup.grad_accum_steps
-    waits = (axis.host_step_s(workload, setup, rates, *one) for axis in every())
-    on_host = [seconds for seconds in waits if seconds is not None]
-    if on_host:
+    if setup.offload is not None:  # the host steps
         parts["optimizer"] = 0.0
     compute_s = sum(parts.values())
     comms = list(comms)
@@ -496,8 +405,8 @@ def time_of(
             rates.comm_s(c) * c.count for c in comms if c.kind == "send" and not c.under
         )
         parts["bubble"] = _bubble_s(passes, workload.shape, setup, waited, message_s)
-    if on_host:
-        parts["offload"] = sum(on_host)
+    if setup.offload is not None:
+        parts["offload"] = waiting_s(workload, setup, rates.host, *one)
     parts["other"] = rates.overhead_s(workload, setup)
     step_s = sum(parts.values())
     tokens_per_s, peak, mfu = workload.tokens_per_step / step_s, rates.peak_flops, None

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fastpar import axes
-from fastpar.settings.model import block_parts, widths
 from fastpar.settings.rules import Pair, Rule
 
 
@@ -56,16 +55,6 @@ class HalvedBlocks(axes.Axis):
     def record(self, shards):
         every = shards.settings.parallel.more.halved.halve_every
         return {"every": every} if every else {}
-
-    def keeps(self, workload, setup):
-        if not setup.halve_every or setup.activation_checkpointing != "none":
-            return 0.0
-        sizes = widths(workload.shape, setup.tp)
-        of_token = sum(
-            sizes.get(dim, 0) for part in block_parts(workload.shape) for dim in part.keeps
-        )
-        less = (setup.weight_bytes - 2) * of_token * setup.tokens_of_rank(workload)
-        return -less / setup.halve_every
 
     def candidates(self, workload, setup, per_node) -> Iterator:
         yield setup

@@ -14,6 +14,7 @@ from lone_rank import LoneMesh, heard
 
 from fastpar.axes import wires
 from fastpar.axes.grid import AXIS as GRID
+from fastpar.axes.pipeline import least_wait_s
 from fastpar.axes.replicas import AXIS as REPLICAS
 from fastpar.axes.replicas import one_replica, replicas_of
 from fastpar.axes.step import Setup, Workload
@@ -33,7 +34,6 @@ from fastpar.predict.search import (
     MachinePrices,
     families,
     layouts,
-    least_wait_s,
     micro_batches,
     possible_batches,
     refused,

@@ -88,8 +88,6 @@ class Context(Axis):
     def compared(self, setup: Setup) -> tuple[Any, ...]:
         return setup.cp, setup.by_keys
 
-    complexity = compared
-
     def text(self, setup: Setup) -> str:
         return f"cp {setup.cp}{' by keys' * setup.by_keys}" * (setup.cp > 1)
 

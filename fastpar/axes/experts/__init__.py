@@ -139,8 +139,6 @@ class Experts(Axis):
     def compared(self, setup: Setup) -> tuple[Any, ...]:
         return (setup.ep,)
 
-    complexity = compared
-
     def facts(self, workload: Workload, setup: Setup) -> Iterable[str]:
         shape = workload.shape
         if not shape.n_expert:

@@ -80,6 +80,16 @@ def most_stages(workload: Workload) -> int:
     return min(MOST_STAGES, workload.shape.n_layer)
 
 
+def least_wait_s(setup: Setup, working_s: float) -> float:
+    """A lower bound of the seconds that a step's stages wait, without a simulation.
+
+    Args:
+        working_s: of a step's passes.
+    """
+    fill = (setup.pp - 1) * working_s / setup.grad_accum_steps
+    return SURE * fill * {"zb-h1": 0.25, "zb-v": 0.0}.get(setup.schedule, 1 / setup.chunks)
+
+
 class Pipelined(Axis):
     """Layers in stages on the ranks of pp."""
 
@@ -142,22 +152,8 @@ class Pipelined(Axis):
                 if pp * staged.chunks <= most_stages(workload):
                     yield staged
 
-    def last_resort(self, setup: Setup) -> int:
-        """Later at stages 2 and 3, which reduce the gradients of each micro-batch."""
-        return int(setup.pp > 1 and setup.zero_stage > 1)
-
-    def least_wait_s(self, setup: Setup, working_s: float) -> float | None:
-        if setup.pp == 1:
-            return None
-        fill = (setup.pp - 1) * working_s / setup.grad_accum_steps
-        part = {"zb-h1": 0.25, "zb-v": 0.0}.get(setup.schedule, 1 / setup.chunks)
-        return SURE * fill * part
-
     def compared(self, setup: Setup) -> tuple[Any, ...]:
         return (setup.pp,)
-
-    def complexity(self, setup: Setup) -> tuple[Any, ...]:
-        return (setup.pp * setup.chunks,)
 
     def text(self, setup: Setup) -> str:
         return f"pp {setup.pp}" * (setup.pp > 1)

@@ -131,8 +131,6 @@ class TensorAxis(Axis):
     def compared(self, setup: Setup) -> tuple[Any, ...]:
         return (setup.tp,)
 
-    complexity = compared
-
     def text(self, setup: Setup) -> str:
         return f"tp {setup.tp}" * (setup.tp > 1 and setup.tp_grid is None)
 
