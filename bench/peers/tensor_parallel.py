@@ -39,7 +39,7 @@ WAYS: dict[str, tuple[bool, bool | None]] = {
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim = config.head_size
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 

@@ -414,13 +414,10 @@ def block_parts(shape: GPTConfig, *, experts: bool = False) -> tuple[Part, ...]:
     return attention_parts(shape) + (expert_parts(shape) if experts else mlp_parts(shape))
 
 
-# Names of a block's linear layers, which --fp8 selects.
-PRODUCTS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-
-
 def products(fp8: str = "all") -> tuple[str, ...]:
     """Names of a block's linear layers that --fp8 selects: all, mlp or none of them."""
-    return tuple(n for n in PRODUCTS if fp8 == "all" or n.startswith(f"{fp8}."))
+    names = [part.name for part in block_parts(GPTConfig()) if part.op == "matmul"]
+    return tuple(n for n in names if fp8 == "all" or n.startswith(f"{fp8}."))
 
 
 def split_products(shape: GPTConfig) -> list[tuple[str, bool]]:

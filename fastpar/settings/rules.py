@@ -166,7 +166,7 @@ def _same_scales(fp8: str, scaling: str, tp: int, shape: GPTConfig) -> bool:
 
 
 def _whole_tiles(fp8: str, tp: int, shape: GPTConfig) -> bool:
-    heads = shape.heads_of_rank(tp) * shape.n_embd // shape.n_head
+    heads = shape.heads_of_rank(tp) * shape.head_size
     features = [shape.hidden // tp, *[heads] * (fp8 == "all")]
     return fp8 == "none" or tp == 1 or not any(n % 16 for n in features)
 
@@ -415,9 +415,27 @@ RULES: list[Rule] = [
     ),
     Rule(
         ("tp", "shape"),
+        lambda tp, shape: shape.queries_per_key == 1 or shape.n_kv_head % tp == 0,
+        "tp to divide the heads of keys, n_kv_head={shape.n_kv_head}",
+        "change <tp>",
+    ),
+    Rule(
+        ("tp", "shape"),
         lambda tp, shape: shape.splits_by(tp),
         "tp to divide the MLP's width, {shape.hidden}",
         "change <tp>",
+    ),
+    Rule(
+        ("tp_grid", "shape"),
+        lambda grid, shape: grid is None or shape.is_gpt2,
+        "GPT-2's block with tp_grid, whose norms are split",
+        "use <tp> instead of tp_grid, or GPT-2's fields",
+    ),
+    Rule(
+        ("fp8", "shape"),
+        lambda fp8, shape: fp8 == "none" or shape.is_gpt2,
+        "GPT-2's block with fp8 (its delayed scales know these layers)",
+        "drop <fp8>, or use GPT-2's fields",
     ),
     Rule(
         ("tp", "sequence_parallel", "shape"),

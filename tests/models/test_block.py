@@ -86,7 +86,8 @@ def seen():
 def test_a_part_more_is_everywhere(monkeypatch):
     before = seen()
     part = block.Part("mlp.gate", "matmul", "C", "F", ("C",))
-    monkeypatch.setattr(block, "MLP", (part, *block.MLP))
+    parts = block.mlp_parts
+    monkeypatch.setattr(block, "mlp_parts", lambda shape: (part, *parts(shape)))
     after = seen()
     width, layers = 128, 2
     gate = 4 * width * width + 4 * width

@@ -246,7 +246,7 @@ def test_other_tensors_are_refused_and_nothing_is_copied(model):
 @sweep(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "expected model_type=gpt2, got model_type=llama"),
+        ({"model_type": "opt"}, "expected model_type=gpt2, got model_type=opt"),
         ({"activation_function": "gelu"}, "activation_function=gelu_new, got .*=gelu in"),
         ({"scale_attn_weights": False}, "scale_attn_weights=True, got .*=False"),
         ({"scale_attn_by_inverse_layer_idx": True}, "layer_idx=False, got .*=True"),

@@ -70,7 +70,7 @@ def gpt2_ref(w, config, idx, rng_key=None):
         h = f"h.{i}"
         qkv = linear(norm(x, f"{h}.ln_1"), f"{h}.attn.c_attn").chunk(3, dim=-1)
         q, k, v = (t.view(B, T, c.n_head, -1).transpose(1, 2) for t in qkv)  # [B, H, T, D]
-        scores = q @ k.mT / math.sqrt(c.head_dim)
+        scores = q @ k.mT / math.sqrt(c.head_size)
         scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
         o = (drop(scores.softmax(-1)) @ v).transpose(1, 2).reshape(B, T, -1)
         x = x + drop(linear(o, f"{h}.attn.c_proj"))

@@ -22,7 +22,7 @@ FP8 = {"fp8": "all", "fp8_emulate": True, "n_head": 2, "n_embd": 16}
 def test_what_goes_together():
     for config in PRESETS.values():
         assert config.padded_vocab_size % 128 == 0 <= config.padded_vocab_size - config.vocab_size
-        assert config.head_dim * config.n_head == config.n_embd
+        assert config.head_dim or config.head_size * config.n_head == config.n_embd
     assert PRESETS["gpt2"] == GPTConfig()
     for changes in (
         {"grad_dtype": "bf16", "dtype": "bf16"},

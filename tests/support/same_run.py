@@ -220,7 +220,7 @@ class Program:
     """A model, and what a loop does with it."""
 
     model: str = (
-        "gpt"  # fastpar.GPT, tied; foreign, foreign tied: a plain model; or a key of EXPERTS
+        "gpt"  # fastpar.GPT; foreign, foreign tied: a plain model; or a key of EXPERTS or BLOCKS
     )
     precision: str = "fp32"
     dropout: bool = False
@@ -242,6 +242,18 @@ class Program:
         "Switch": {"top_k": 1, "balance_loss": 0.5},
         "all": {"top_k": 4},
     }
+    # Blocks of today's models, with what these have at n_head 4.
+    BLOCKS: ClassVar[dict[str, dict[str, Any]]] = {
+        "nanochat": {
+            "norm": "rms", "norm_weight": False, "norm_embedding": True, "rope_theta": 1e4,
+            "qk_norm": True, "activation": "relu2", "tied": False, "logit_softcap": 2.0,
+        },
+        "llama": {"norm": "rms", "rope_theta": 100.0, "activation": "swiglu", "n_inner": 24},
+        "qwen3": {
+            "norm": "rms", "rope_theta": 1e4, "qk_norm": True, "activation": "swiglu",
+            "n_inner": 40, "head_dim": 6,
+        },
+    }  # fmt: skip
 
     def __str__(self) -> str:
         return changed(self) or "gpt"
@@ -261,8 +273,12 @@ class Program:
 
 @functools.cache
 def _config(model: str, n_head: int, vocab_size: int, p: float) -> GPTConfig:
-    experts = {"n_expert": 4, **Program.EXPERTS[model]} if model in Program.EXPERTS else {}
-    return GPTConfig(LAYERS, n_head, 4 * n_head, 12, vocab_size, dropout=p, **experts)
+    more = {"n_expert": 4, **Program.EXPERTS[model]} if model in Program.EXPERTS else {}
+    if model in Program.BLOCKS:
+        more = {"bias": False, **Program.BLOCKS[model]}
+        if model != "nanochat" and n_head % 2 == 0:
+            more["n_kv_head"] = 2
+    return GPTConfig(LAYERS, n_head, 4 * n_head, 12, vocab_size, dropout=p, **more)
 
 
 def changed(one: Any) -> str:
@@ -359,7 +375,8 @@ def build(program: Program, seed: int) -> nn.Module:
     model: nn.Module
     if not program.model.startswith("foreign"):
         model = GPT(program.config, seed=seed)
-        frozen = [model.wpe.weight, model.h[0].mlp.c_fc.weight]
+        first = model.wte if model.config.rope_theta else model.wpe
+        frozen = [first.weight, model.h[0].mlp.c_fc.weight]
         with torch.no_grad():
             for name, p in model.named_parameters() if program.has_experts else ():
                 if "router" in name:  # wide apart, so that rounding changes no choice
