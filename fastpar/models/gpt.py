@@ -143,8 +143,8 @@ class Weights(nn.Module):
     """weight[shape] and, unless bias=False, bias[shape[0]]; the ops of fastpar.kernels use them.
 
     Attributes:
-        matrices: rows of the matrices of which the weight consists, in equal parts: (1,) or those
-            of q, k and v.
+        matrices: heights of the matrices that the weight holds, relative to each other: (1,), or
+            those of q, k and v, or of gate and up. For Muon.
     """
 
     fp8: Fp8 | None = None  # for products with the weight
@@ -221,7 +221,7 @@ def fill(
 
 
 def matrices_of(part: Part, config: GPTConfig) -> tuple[int, ...]:
-    """The equal parts of a weight's rows that each of its matrices has."""
+    """See Weights."""
     if part.out == "QKV":
         return config.queries_per_key, 1, 1
     return (1, 1) if part.out == "2F" else (1,)

@@ -302,7 +302,8 @@ class Muon(AdamW):
         ns_steps: number of steps; Polar Express has up to 5.
         adjust_lr_fn: "original" (None) scales by sqrt(max(1, m / n)); "match_rms_adamw" by
             0.2 sqrt(max(m, n)), so that lr and weight_decay found for AdamW can be used.
-        matrices: number of equal matrices in a parameter, along its outputs.
+        matrices: number of equal matrices in a parameter, along its outputs, or their heights
+            relative to each other, as in (2, 1, 1).
         experts: parameters are stacks [E, M, N], of which each matrix has its own O.
         transposed: weights are [inputs, outputs], as in transformers' Conv1D.
         row_beta: of NorMuon's running mean. Default: off.
@@ -345,7 +346,7 @@ class Muon(AdamW):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
-        matrices: int = 1,
+        matrices: int | tuple[int, ...] = 1,
         transposed: bool = False,
         experts: bool = False,
         row_beta: float | None = None,
@@ -417,7 +418,8 @@ class Muon(AdamW):
                 "Muon: row_beta does not work with experts that are distributed over ep, got "
                 f"row_beta={group['row_beta']}; drop it, or use ep=1"
             )
-        if group["matrices"] < 1 or shape[int(group["transposed"])] % group["matrices"]:
+        heights = _heights(group)
+        if min(heights) < 1 or shape[int(group["transposed"])] % sum(heights):
             raise ValueError(
                 f"Muon: expected matrices to divide the outputs of {name} of shape={list(shape)}, "
                 f"got matrices={group['matrices']} transposed={group['transposed']}; correct the "
@@ -487,7 +489,7 @@ class Muon(AdamW):
         steps = (given,) * group["ns_steps"] if given else POLAR_EXPRESS[: group["ns_steps"]]
         parts = [
             orthogonalize(part, coefficients=steps, eps=group["eps"], dtype=x.dtype)
-            for part in x.chunk(self._matrices(p))
+            for part in x.split(self._rows(p))
         ]
         squares = x.new_empty(0)
         if group["row_beta"] is not None:
@@ -495,9 +497,14 @@ class Muon(AdamW):
             beta, wide = float(group["row_beta"]), moment.dtype
             means = torch.cat([part.to(wide).square().mean(1) for part in parts])
             moment = moment * beta + means * (1.0 - beta)
-            by_part = moment.clamp(min=1e-16).rsqrt().chunk(len(parts))
+            by_part = moment.clamp(min=1e-16).rsqrt().split(self._rows(p))
             parts = [_rows_scaled(part, by) for part, by in zip(parts, by_part)]
             squares = moment.view(x.dtype)
+        first, columns = len(parts[0]), x.shape[1]
+        for i, part in enumerate(parts):  # _apply() scales all as the first
+            if len(part) != first:
+                factor = _lr_scale(group, len(part), columns) / _lr_scale(group, first, columns)
+                parts[i] = part * factor
         out = torch.cat(parts) if len(parts) > 1 else parts[0]
         return (out.t() if group["transposed"] else out).contiguous(), squares
 
@@ -508,11 +515,8 @@ class Muon(AdamW):
             moment.copy_(squares.view(moment.dtype))
         values = values_of(p, state)
         update = update.view(p.shape).to(values.dtype)
-        lr, (m, n) = float(group["lr"]), _matrix_shape(row.param)
-        m, n = (n, m) if group["transposed"] else (m, n)
-        m //= self._matrices(row.param)
-        match = group["adjust_lr_fn"] == "match_rms_adamw"
-        scale = 0.2 * math.sqrt(max(m, n)) if match else math.sqrt(max(1.0, m / n))
+        lr, columns = float(group["lr"]), _matrix_shape(row.param)[1 - int(group["transposed"])]
+        scale = _lr_scale(group, self._rows(row.param)[0], columns)
         decay = lr * float(group["weight_decay"])
         if decay and group["cautious"]:
             values.sub_(values * decay * (update * values > 0))
@@ -544,14 +548,18 @@ class Muon(AdamW):
 
     def _cost(self, p: Tensor) -> float:
         """FLOPs of orthogonalize per step."""
-        rows, columns = _matrix_shape(p)
-        matrices = self._matrices(p)
-        short, long = sorted((rows // matrices, columns))
-        return float(matrices) * (4 * short * short * long + 2 * short**3)
+        columns, cost = _matrix_shape(p)[1 - int(self._group_of(p)["transposed"])], 0.0
+        for rows in self._rows(p):
+            short, long = sorted((rows, columns))
+            cost += 4 * short * short * long + 2 * short**3
+        return cost
 
-    def _matrices(self, p: Tensor) -> int:
-        """Number of matrices, one below another, in _matrix_shape()."""
-        return int(self._group_of(p)["matrices"]) * (len(p) if p.dim() == 3 else 1)
+    def _rows(self, p: Tensor) -> list[int]:
+        """Rows of the matrices that are one below another in _matrix_shape()."""
+        group = self._group_of(p)
+        heights = _heights(group) * (len(p) if p.dim() == 3 else 1)
+        unit = _matrix_shape(p)[int(group["transposed"])] // sum(heights)
+        return [unit * height for height in heights]
 
     def _extra(self, p: Tensor) -> int:
         group = self._group_of(p)
@@ -592,6 +600,19 @@ class Muon(AdamW):
         return found
 
 
+def _heights(group: dict[str, Any]) -> list[int]:
+    """Of the matrices of a weight, relative to each other."""
+    matrices = group["matrices"]
+    return [1] * matrices if isinstance(matrices, int) else [*matrices]
+
+
+def _lr_scale(group: dict[str, Any], m: int, n: int) -> float:
+    """The factor of the learning rate for a matrix [M, N]."""
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(m, n))
+    return math.sqrt(max(1.0, m / n))
+
+
 def _dtype_of_products(p: Tensor) -> torch.dtype:
     wide = torch.promote_types(p.dtype, torch.float32)
     return torch.bfloat16 if p.is_cuda and wide == torch.float32 else wide
@@ -622,14 +643,15 @@ def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
     """A model's trained parameters as groups for fastpar.Muon.
 
     Muon steps matrices of linear layers inside a list of blocks, each expert's separately; layers
-    with three times as many outputs as inputs are q, k and v. AdamW steps all others, routers
-    included: tensors of two and more dimensions with weight decay, the rest without.
+    with three times as many outputs as inputs are q, k and v, and fastpar.GPT says which matrices
+    its layers hold (also gate and up, and heads of keys that are fewer). AdamW steps all others,
+    routers included: tensors of two and more dimensions with weight decay, the rest without.
 
     Raises:
         ValueError: a model without linear layers in a list of blocks.
     """
     names = parameter_names(model)
-    kinds: dict[nn.Parameter, tuple[int, bool]] = {}
+    kinds: dict[nn.Parameter, tuple[int | tuple[int, ...], bool]] = {}
     embedded = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
@@ -642,7 +664,9 @@ def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
         transposed = is_conv1d(module)
         outputs, inputs = whole_shape(weight)[-2:][:: -1 if transposed else 1]
         fused = outputs == 3 * inputs and weight.dim() == 2
-        kinds[weight] = (3 if fused else 1), transposed
+        heights = getattr(module, "matrices", (1,) * (3 if fused else 1))
+        equal = len(set(heights)) == 1
+        kinds[weight] = (len(heights) if equal else heights), transposed
     trained = [p for p in names if p.requires_grad]
     engine = engine_of_parameter(trained[0]) if trained else None
     in_stage = engine is not None and engine.shards.stages is not None  # may have no layers
