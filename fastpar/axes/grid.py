@@ -431,11 +431,11 @@ class Gridded(Axis):
         yield column("all_gather", 2 * n_micro, table)
         yield column("reduce_scatter", 2 * n_micro, table)
         # Gradients of positions, norms and biases, which are partial sums on the rows.
-        vectors, ends, (positions,) = (
+        vectors, ends, positions = (
             [math.prod(s) for s in shapes_of(some, shape, c, r) if len(s) == n]
             for some, n in ((parts, 1), (last_parts(shape), 1), (first_parts(shape)[1:], 2))
         )
-        partial = positions + sum(ends) + layers * sum(vectors)
+        partial = sum(positions) + sum(ends) + layers * sum(vectors)
         mine = partial * setup.grad_bytes / setup.n_shards
         yield column("all_reduce", n_micro if setup.stage == 0 else 1, mine)
         yield CommOp("all_reduce", "tp", wide, r * setup.depth, c, n_micro, "")  # the loss
@@ -451,7 +451,7 @@ class Gridded(Axis):
         grid = "x".join(map(str, mesh.tp_grid))
         if not getattr(model, "splits_on_grid", False):
             raise ValueError(
-                f"parallelize: tp_grid={grid} needs a fastpar.GPT without experts, got "
+                f"parallelize: tp_grid={grid} needs a fastpar.GPT of GPT-2's block, got "
                 f"{type(model).__name__}; use Mesh(tp=), or load its weights into a fastpar.GPT"
             )
         if making.tp_plan is not None:
@@ -472,6 +472,8 @@ class Gridded(Axis):
         """Grids of at least two rows and columns; the ranks of a row share a node."""
         yield setup
         if setup.tp_grid is not None or setup.pp > 1 or setup.offload is not None:
+            return
+        if not workload.shape.is_gpt2:
             return
         world, width = setup.world_size, workload.shape.n_embd
         for columns in tp_sizes(workload, setup, per_node):

@@ -556,7 +556,7 @@ class GPT(nn.Module):
     tp: TensorParallel | None = None
     cp: ContextParallel | None = None
     fp8_scales: DelayedScales | None = None
-    splits_on_grid = True  # axes/grid.py needs no more than what its modules declare for tp
+    splits_on_grid: bool  # axes/grid.py needs no more than what its modules declare for tp
     wte: Weights
     wpe: Weights  # without rope_theta
     ln_e: Norm  # with norm_embedding
@@ -570,7 +570,7 @@ class GPT(nn.Module):
                 'GPTConfig.preset("gpt2") or GPTConfig(n_layer=..., ...)'
             )
         super().__init__()
-        self.config = config
+        self.config, self.splits_on_grid = config, config.is_gpt2
         fill(self, first_parts(config), config)
         self.experts = losses_of(config)
         mlps = (make_mlp(config, layer, self.experts) for layer in range(config.n_layer))

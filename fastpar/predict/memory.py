@@ -467,7 +467,7 @@ def moments(table: Table, parts: RankParts, held: Held, buckets: GPTBuckets) -> 
 
     ends, begins = parts.last and last, parts.first and held.chunk == 0
     after = [kind for chunk in parts.layers[held.chunk + 1 :] for kind in chunk]
-    early = parts.last and not parts.first  # the table waits for no embedding
+    early = table.tied and parts.last and not parts.first  # it waits for no embedding
     passed = sum(table.blocks[k].params for k in after) + parts.last * (table.ends + early)
     steps = [s.params for kind in reversed(layers) for s in reversed(table.blocks[kind].steps)]
     groups = (passed * ends, *steps, table.begins * begins)

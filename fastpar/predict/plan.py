@@ -519,7 +519,8 @@ def fp8_text(workload: Workload, setup: Setup, rates: Rates) -> list[str]:
     """A line for MLPs and one for all layers; none for a device without fp8 products."""
     if not isinstance(rates, DatasheetRates) or not rates.has_fp8:
         return []
-    if workload.shape.n_expert or setup.tp_grid is not None:  # have no fp8 products
+    # Other blocks than GPT-2's, experts and grids have no fp8 products.
+    if not workload.shape.is_gpt2 or workload.shape.n_expert or setup.tp_grid is not None:
         return []
     lines, plain = [], setup.change(fp8="none")
     step_s, whole = predict_step(workload, plain, rates).step_s, predict_memory(workload, plain)
