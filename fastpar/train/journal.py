@@ -477,7 +477,11 @@ class RunFolder:
                 lines.append(f"bits per byte of text {bits:.3f}")
         if stopped_by == TIME_IS_UP:
             lines.append(f"stopped after --max-time {config.run.max_time}; {resume}")
-        reader = "fastpar only" if model.config.n_expert else "fastpar and transformers"
+        reader = "fastpar and transformers"
+        if model.config.n_expert:
+            reader = "fastpar only"
+        elif not model.config.is_gpt2:
+            reader = "fastpar (for transformers: fastpar export)"
         lines.append(f"weights: {self.path / runs.LATEST}, readable by {reader}")
         if (self.path / "tensorboard").is_dir():
             folder = shlex.quote(str(self.path / "tensorboard"))
