@@ -1,0 +1,118 @@
+"""The fused computations of transformers' Llama, Qwen3 and NanoChat; recognize.py finds the modules.
+
+They are recognised by their classes, whose code must be the library's own, and by the settings that
+a fused form depends on. Rotary positions come from the model (cos and sin), so every kind of them is
+right. A call with a mask, a cache or other arguments falls back (swap.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastpar.foreign.fused import head_dim_fits
+from fastpar.foreign.swap import SILENT, Swapped
+from fastpar.kernels import activation, attention, rms_norm
+from fastpar.nn.modules import autocast_dtype, has_hooks, is_plain, project
+
+MODULES = {
+    "transformers.models.llama.modeling_llama": "Llama",
+    "transformers.models.qwen3.modeling_qwen3": "Qwen3",
+    "transformers.models.nanochat.modeling_nanochat": "NanoChat",
+}
+
+
+def eps_of(norm: Any) -> float | None:
+    """The eps of a family's RMSNorm; None: it has another form."""
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return eps if isinstance(eps, float) else None
+
+
+class RMSNorm(Swapped):
+    """RMSNorm, with a weight or without."""
+
+    does = "RMSNorm in one pass"
+    falls_back = ("a weight of another dtype than x; fp64",)
+
+    def refusal(self, given: dict[str, Any]) -> str | None:
+        x, weight = given.get(self.argument_names[0]), getattr(self, "weight", None)
+        if not isinstance(x, Tensor) or x.element_size() > 4:
+            return SILENT
+        if weight is not None and weight.dtype != x.dtype:
+            return self.falls_back[0]
+        return super().refusal(given)
+
+    def fused_forward(self, given: dict[str, Any]) -> Tensor:
+        x = given[self.argument_names[0]]
+        return rms_norm(x, getattr(self, "weight", None), self.option("eps"))
+
+
+class MLP(Swapped):
+    """The activation between the products: gate and up, or relu2."""
+
+    does = "the activation in one pass"
+    falls_back = ("hooks on the activation, or a replaced activation",)
+
+    def refusal(self, given: dict[str, Any]) -> str | None:
+        part = getattr(self, self.option("part"))
+        if type(part) is not self.option("kind") or has_hooks(part) or "forward" in vars(part):
+            return self.falls_back[0]
+        return super().refusal(given)
+
+    def fused_forward(self, given: dict[str, Any]) -> Tensor:
+        x = given[self.argument_names[0]]
+        if self.option("part") == "activation_fn":
+            return project(self.fc2, activation(project(self.fc1, x), None, "relu2"))
+        y = F.silu(project(self.gate_proj, x)) * project(self.up_proj, x)
+        return project(self.down_proj, y)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
+    """x [B, T, H, D] rotated by cos and sin [B, T, D], whose halves are equal."""
+    a, b = x.chunk(2, -1)
+    c, s = (z[..., None, : a.shape[-1]] for z in (cos, sin))
+    s = -s if back else s
+    return (a * c - b * s), (b * c + a * s)
+
+
+class Attention(Swapped):
+    """Causal self-attention with grouped heads, rotary positions and norms of queries and keys."""
+
+    does = "attention without copies of grouped heads"
+    falls_back = (
+        "a mask, a cache or output_attentions; dropout; heads without a kernel; an "
+        "attn_implementation other than sdpa",
+    )
+
+    def refusal(self, given: dict[str, Any]) -> str | None:
+        x, positions = given.get("hidden_states"), given.get("position_embeddings")
+        if not isinstance(x, Tensor) or x.dim() != 3 or positions is None:
+            return SILENT
+        names = "attention_mask", "past_key_values"
+        others = given.keys() - {"hidden_states", "position_embeddings", *names, *_IGNORED}
+        if any(given.get(name) is not None for name in (*names, *others)):
+            return self.falls_back[0]
+        dropped = self.training and self.attention_dropout
+        fits = head_dim_fits(x, self.head_dim) and self.config._attn_implementation == "sdpa"
+        if dropped or not fits or x.element_size() > 4:
+            return self.falls_back[0]
+        return self.changed(x)
+
+    def fused_forward(self, given: dict[str, Any]) -> Any:
+        x, (cos, sin) = given["hidden_states"], given["position_embeddings"]
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        q, k, v = (project(p, x).view(heads) for p in (self.q_proj, self.k_proj, self.v_proj))
+        norms, late = self.option("norms"), self.option("turns_back")
+        if norms and not late:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.option("rotate")(q, k, cos, sin, unsqueeze_dim=2)
+        if norms and late:
+            q, k = self.q_norm(q), self.k_norm(k)
+        o = attention(q, k, v, causal=True, softmax_scale=self.scaling)
+        return project(self.o_proj, o.flatten(2)), None
+
+
+# What transformers passes on to attention functions, which a causal kernel does not need.
+_IGNORED = {"position_ids", "cache_position", "use_cache", "output_router_logits", "is_causal"}
