@@ -412,7 +412,7 @@ class Model(Swapped):
 
 
 class LMHead(Swapped):
-    """transformers' GPT2LMHeadModel: in training, the loss of labels without logits."""
+    """A causal model of transformers: in training, the loss of labels without logits."""
 
     does = "loss without logits in training (fused_loss=True): the output's logits are None"
     falls_back = ("logits_to_keep, another loss_function, fp64, hooks on or a replaced lm_head",)
@@ -433,7 +433,7 @@ class LMHead(Swapped):
             given.pop(name, None)
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
-        outputs = self.transformer(**given, return_dict=True)
+        outputs = getattr(self, self.base_model_prefix)(**given, return_dict=True)
         x = outputs.last_hidden_state
         ignore_index = given.get("ignore_index", -100)
         shift_labels = given.get("shift_labels")

@@ -1,8 +1,8 @@
-"""The fused computations of transformers' Llama, Qwen3 and NanoChat; recognize.py finds the modules.
+"""The fused computations of transformers' Llama, Qwen3 and NanoChat; recognize.py finds them.
 
 They are recognised by their classes, whose code must be the library's own, and by the settings that
-a fused form depends on. Rotary positions come from the model (cos and sin), so every kind of them is
-right. A call with a mask, a cache or other arguments falls back (swap.py).
+a fused form depends on. Rotary positions come from the model (cos and sin), so every kind of them
+is right. A call with a mask, a filled cache or other arguments falls back (swap.py).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastpar.foreign.fused import head_dim_fits
 from fastpar.foreign.swap import SILENT, Swapped
 from fastpar.kernels import activation, attention, rms_norm
-from fastpar.nn.modules import autocast_dtype, has_hooks, is_plain, project
+from fastpar.nn.modules import has_hooks, project
 
 MODULES = {
     "transformers.models.llama.modeling_llama": "Llama",
@@ -69,20 +69,12 @@ class MLP(Swapped):
         return project(self.down_proj, y)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
-    """x [B, T, H, D] rotated by cos and sin [B, T, D], whose halves are equal."""
-    a, b = x.chunk(2, -1)
-    c, s = (z[..., None, : a.shape[-1]] for z in (cos, sin))
-    s = -s if back else s
-    return (a * c - b * s), (b * c + a * s)
-
-
 class Attention(Swapped):
     """Causal self-attention with grouped heads, rotary positions and norms of queries and keys."""
 
     does = "attention without copies of grouped heads"
     falls_back = (
-        "a mask, a cache or output_attentions; dropout; heads without a kernel; an "
+        "a mask, a filled cache or output_attentions; dropout; heads without a kernel; an "
         "attn_implementation other than sdpa",
     )
 
@@ -90,9 +82,13 @@ class Attention(Swapped):
         x, positions = given.get("hidden_states"), given.get("position_embeddings")
         if not isinstance(x, Tensor) or x.dim() != 3 or positions is None:
             return SILENT
-        names = "attention_mask", "past_key_values"
-        others = given.keys() - {"hidden_states", "position_embeddings", *names, *_IGNORED}
-        if any(given.get(name) is not None for name in (*names, *others)):
+        cache = given.get("past_key_values")
+        known = {"hidden_states", "position_embeddings", "past_key_values", *_IGNORED}
+        if any(given.get(name) is not None for name in given.keys() - known):
+            return self.falls_back[0]
+        if cache is not None and (
+            type(cache).__name__ != "DynamicCache" or cache.get_seq_length(self.layer_idx)
+        ):
             return self.falls_back[0]
         dropped = self.training and self.attention_dropout
         fits = head_dim_fits(x, self.head_dim) and self.config._attn_implementation == "sdpa"
@@ -104,12 +100,15 @@ class Attention(Swapped):
         x, (cos, sin) = given["hidden_states"], given["position_embeddings"]
         heads = (*x.shape[:-1], -1, self.head_dim)
         q, k, v = (project(p, x).view(heads) for p in (self.q_proj, self.k_proj, self.v_proj))
-        norms, late = self.option("norms"), self.option("turns_back")
+        norms, late = self.option("norms"), self.option("late")
         if norms and not late:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.option("rotate")(q, k, cos, sin, unsqueeze_dim=2)
+        q, k = self.option("turn")(q, k, cos, sin, unsqueeze_dim=2)
         if norms and late:
             q, k = self.q_norm(q), self.k_norm(k)
+        cache = given.get("past_key_values")
+        if cache is not None:  # an empty one, as transformers makes in training, too
+            cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
         o = attention(q, k, v, causal=True, softmax_scale=self.scaling)
         return project(self.o_proj, o.flatten(2)), None
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpar.foreign import fused, proof, swap
+from fastpar.foreign import fused, modern, proof, swap
 from fastpar.foreign.swap import Swap
 from fastpar.kernels.attention import MAX_HEAD_DIM
 from fastpar.kernels.norm import MAX_COLUMNS
@@ -129,9 +129,11 @@ def plan_losses(model: nn.Module) -> dict[nn.Module, Plan]:
         ValueError: there is no such model, or one with another loss.
     """
     plans: dict[nn.Module, Plan] = {}
-    why, found = "", any(_is_gpt2(m, "GPT2LMHeadModel") for m in model.modules())
+    heads = ("GPT2LMHeadModel", *(f"{name}ForCausalLM" for name in modern.MODULES.values()))
+    kinds = map(type, model.modules())
+    why, found = "", any(k.__name__ in heads and is_transformers(k) for k in kinds)
     for module in model.modules():
-        known = type(module).__module__.startswith((GPT2, *OURS))
+        known = is_transformers(type(module)) or type(module).__module__.startswith(OURS)
         norm = None if known else fused.loss_shape(module)
         if isinstance(module, fused.Loss):
             found = True
@@ -149,6 +151,11 @@ def plan_losses(model: nn.Module) -> dict[nn.Module, Plan]:
             "; use fastpar.nn.LinearCrossEntropyLoss in its forward"
         )
     return plans
+
+
+def is_transformers(kind: type) -> bool:
+    """Whether a class is of a kind of model that is known by its code."""
+    return kind.__module__ in (GPT2, *modern.MODULES)
 
 
 def _is_gpt2(module: nn.Module, *names: str) -> bool:
@@ -213,23 +220,65 @@ def _plan_gpt2(module: Any, fused_loss: bool) -> Plan:
     if _is_gpt2(module, "GPT2Model"):
         takers = [type(module), *(swap.swap_of(b.attn) for b in module.h), *map(type, module.h)]
         return Swap(fused.Model) if all(map(_takes_hints, takers)) else None
-    if fused_loss:
-        from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
+    return _plan_head(module, fused_loss, "CausalLMOutputWithCrossAttentions")
 
-        try:
-            from transformers.loss.loss_utils import ForCausalLMLoss
-        except ImportError:  # up to 4.45
-            ForCausalLMLoss: Any = None  # type: ignore[no-redef]
-        names = inspect.unwrap(type(module).forward).__code__.co_names
-        fields = [field.name for field in dataclasses.fields(CausalLMOutputWithCrossAttentions)]
-        options = {
-            "output": CausalLMOutputWithCrossAttentions,
-            "kept": [name for name in fields if name not in ("loss", "logits")],
-            "asks": "loss_function" in names,
-            "loss": ForCausalLMLoss,
-        }
-        return Swap(fused.LMHead, options)
-    return "computes its own logits and loss; fused_loss=True computes the loss without logits"
+
+def _plan_head(module: Any, fused_loss: bool, output: str) -> Plan:
+    """The plan of a causal model; output: the class of what it returns."""
+    if not fused_loss:
+        return "computes its own logits and loss; fused_loss=True computes the loss without logits"
+    from transformers import modeling_outputs
+
+    try:
+        from transformers.loss.loss_utils import ForCausalLMLoss
+    except ImportError:  # up to 4.45
+        ForCausalLMLoss: Any = None  # type: ignore[no-redef]
+    kind = getattr(modeling_outputs, output)
+    options = {
+        "output": kind,
+        "kept": [f.name for f in dataclasses.fields(kind) if f.name not in ("loss", "logits")],
+        "asks": "loss_function" in inspect.unwrap(type(module).forward).__code__.co_names,
+        "loss": ForCausalLMLoss,
+    }
+    return Swap(fused.LMHead, options)
+
+
+def _plan_modern(module: Any, fused_loss: bool) -> Plan:
+    """The plan for a module of Llama, Qwen3 or NanoChat, recognised by its code."""
+    kind: Any = type(module)
+    family = modern.MODULES[kind.__module__]
+    part = kind.__name__.removeprefix(family)
+    if part not in ("RMSNorm", "MLP", "Attention", "ForCausalLM"):
+        return None
+    replaced = replaced_code(kind)
+    if replaced is not None:
+        return f"{replaced} was replaced"
+    if part == "ForCausalLM":
+        cap = getattr(module.config, "final_logit_softcapping", None)
+        if cap is not None:
+            return f"its logits are capped at {cap}, which the fused loss does not do here"
+        return _plan_head(module, fused_loss, "CausalLMOutputWithPast")
+    names: tuple[str, ...] = ()
+    options: dict[str, Any] = {}
+    if part == "RMSNorm":
+        names = ("variance_epsilon" if hasattr(module, "variance_epsilon") else "eps",)
+        options = {"eps": getattr(module, names[0])}
+    elif part == "MLP":
+        options = {"part": "act_fn" if hasattr(module, "act_fn") else "activation_fn"}
+        act = getattr(module, options["part"])
+        if type(act).__name__ not in ("SiLU", "SiLUActivation", "ReLUSquaredActivation"):
+            return f"its {options['part']} ({type(act).__name__}) is not SiLU or relu2"
+        if (type(act).__name__ == "ReLUSquaredActivation") is (options["part"] == "act_fn"):
+            return f"its {options['part']} is {type(act).__name__}, another than its class has"
+        options |= {"kind": type(act)}
+    else:
+        if getattr(module, "sliding_window", None) is not None:
+            return "a window of attention has no kernel"
+        names = "head_dim", "scaling", "attention_dropout"
+        turn = vars(sys.modules[kind.__module__])["apply_rotary_pos_emb"]
+        options = {"norms": hasattr(module, "q_norm"), "late": family == "NanoChat", "turn": turn}
+    settings = {"": {name: getattr(module, name) for name in names}}
+    return Swap(getattr(modern, part), options, swap.Conditions(settings=settings))
 
 
 def _plan_gpt2_attention(module: Any) -> Plan:
@@ -297,7 +346,9 @@ class Looks:
             if all(a is b or torch.equal(a, b) for a, b in zip(others, buffers)):
                 return found
         try:
-            if type(module).__module__ == GPT2:
+            if type(module).__module__ in modern.MODULES:
+                found = _plan_modern(module, fused_loss)
+            elif type(module).__module__ == GPT2:
                 found = _plan_gpt2(module, fused_loss)
             else:
                 found = _plan_nanogpt(name, module, self.positions)

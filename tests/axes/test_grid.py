@@ -132,7 +132,12 @@ class Own(nn.Linear):
 
 
 REFUSED = [
-    (lambda: Own(4, 4), (2, 1), {}, r"tp_grid=2x1 needs a fastpar.GPT of GPT-2's block, got Own; u"),
+    (
+        lambda: Own(4, 4),
+        (2, 1),
+        {},
+        r"tp_grid=2x1 needs a fastpar.GPT of GPT-2's block, got Own; u",
+    ),
     (lambda: build(n_expert=2, top_k=1), (2, 1), {}, "^tp_grid does not support n_expert; drop"),
     (build, (2, 1), {"plan": "gpt2"}, "expected no tp_plan for GPT"),
     (lambda: build(n_head=3, n_embd=15), (2, 1), {}, "divide n_embd=15, got tp_grid=2x1; chang"),

@@ -1,0 +1,179 @@
+"""patch() of transformers' Llama, Qwen3 and NanoChat: the stock's numbers, and what is left."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    NanoChatConfig,
+    NanoChatForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import fastpar
+from fastpar.engine.engine import engine_of
+from fastpar.testing import run_ranks
+
+SIZES = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": None,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+MODELS = {
+    "llama": lambda **more: LlamaForCausalLM(
+        LlamaConfig(**{**SIZES, "num_key_value_heads": 2, **more})
+    ),
+    "qwen3": lambda **more: Qwen3ForCausalLM(
+        Qwen3Config(**{**SIZES, "num_key_value_heads": 2, "head_dim": 16, **more})
+    ),
+    "nanochat": lambda **more: NanoChatForCausalLM(
+        NanoChatConfig(**{**SIZES, "num_key_value_heads": 4, **more})
+    ),
+}
+# Norms, attention and MLPs of two layers, the embedding; the head's loss but for NanoChat.
+N = {"llama": 5 + 4 + 1 + 1, "qwen3": 9 + 4 + 1 + 1, "nanochat": 9 + 4 + 1}
+
+
+def made(name, **more):
+    torch.manual_seed(0)
+    model = MODELS[name](**more)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def tokens(seed=1, rows=2):
+    return torch.randint(61, (rows, 20), generator=torch.Generator().manual_seed(seed))
+
+
+def trained(model, **given):
+    loss = model(tokens(), labels=tokens(), **given).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_same_step(model, stock, **given):
+    (loss, grads), (expected, theirs) = trained(model, **given), trained(stock, **given)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    for name, grad in grads.items():
+        most = theirs[name].abs().max()
+        torch.testing.assert_close(grad, theirs[name], rtol=0, atol=2e-5 * most, msg=name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_patched_model_has_the_numbers_of_the_stock_one(name):
+    stock = made(name)
+    model = copy.deepcopy(stock)
+    report = fastpar.patch(model, fused_loss=name != "nanochat")
+    assert sum(map(len, report.replaced.values())) == N[name]
+    assert_same_step(model, stock)
+    model.eval(), stock.eval()
+    torch.testing.assert_close(model(tokens()).logits, stock(tokens()).logits, rtol=1e-4, atol=1e-5)
+    assert not report.fallbacks
+    assert fastpar.unpatch(model) == N[name]
+    assert torch.equal(model(tokens()).logits, stock(tokens()).logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_calls_that_no_kernel_serves_are_the_stock_ones(name):
+    stock = made(name)
+    model = copy.deepcopy(stock)
+    report = fastpar.patch(model)
+    mask = torch.ones(2, 20, dtype=torch.int64)
+    mask[0, :5] = 0
+    with pytest.warns(UserWarning, match="Attention falls back to its own forward"):
+        assert_same_step(model, stock, attention_mask=mask)
+    assert report.fallbacks
+    model.eval(), stock.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made_of = [
+            m.generate(tokens()[:1, :6], max_new_tokens=8, do_sample=False) for m in (model, stock)
+        ]
+    assert torch.equal(*made_of)
+
+
+LEFT = [
+    ("llama", {"hidden_act": "gelu"}, "LlamaMLP", "GELUActivation) is not SiLU or relu2"),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
+     "Qwen3Attention", "a window of attention has no kernel"),
+    ("nanochat", {}, "NanoChatForCausalLM", "its logits are capped at 15.0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "more", "kind", "why"), LEFT)
+def test_what_is_left_is_named(name, more, kind, why):
+    stock = made(name, **more)
+    model = copy.deepcopy(stock)
+    report = fastpar.patch(model, fused_loss=True)
+    assert [reason for (left, reason) in report.left if left == kind and why in reason]
+    assert_same_step(model, stock)
+
+
+def test_replaced_code_is_left(monkeypatch):
+    import transformers.models.llama.modeling_llama as source
+
+    own = source.apply_rotary_pos_emb
+    monkeypatch.setattr(source, "apply_rotary_pos_emb", lambda *a, **k: own(*a, **k))
+    report = fastpar.patch(made("llama"))
+    why = [reason for (kind, reason) in report.left if kind == "LlamaAttention"]
+    assert why == ["apply_rotary_pos_emb was replaced"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_changed_setting_falls_back(name):
+    stock = made(name)
+    model = copy.deepcopy(stock)
+    fastpar.patch(model)
+    for m in (model, stock):
+        m.model.layers[1].self_attn.scaling *= 2
+        norm = m.model.layers[0].input_layernorm
+        vars(norm)["eps" if hasattr(norm, "eps") else "variance_epsilon"] = 0.5
+    with pytest.warns(UserWarning, match="scaling has changed"):
+        assert_same_step(model, stock)
+
+
+class Hooked(nn.SiLU):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_replaced_activation_is_used():
+    stock = made("llama")
+    model = copy.deepcopy(stock)
+    fastpar.patch(model)
+    for m in (model, stock):
+        m.model.layers[0].mlp.act_fn = Hooked()
+    with pytest.warns(UserWarning, match="a replaced activation"):
+        assert_same_step(model, stock)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_patched_model_trains_on_ranks(name, stage):
+    start = made(name)  # torch's generator is shared by ranks, which are threads
+
+    def run():
+        mesh, model = fastpar.Mesh(), copy.deepcopy(start)
+        fastpar.patch(model, fused_loss=name != "nanochat")
+        model = fastpar.parallelize(model, mesh, zero_stage=stage)
+        optimizer = fastpar.AdamW(model.parameters(), lr=1e-3)
+        losses = []
+        for step in range(3):
+            x = tokens(step, 4).chunk(mesh.world_size)[mesh.rank]
+            loss = model(x, labels=x).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return engine_of(model).all_reduce_scalars(torch.stack(losses)) / mesh.world_size
+
+    (expected,) = run_ranks(run, 1)
+    for losses in run_ranks(run, 2):
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
