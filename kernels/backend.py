@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.choice import _trying as trials
-from fastpar.kernels.choice import is_real, may_run, proofs, refuse_wrong
+from fastpar.kernels import choice as choices
+from fastpar.kernels.choice import is_real, may_run, refuse_wrong
 
 # Storage types of the compiled kernels; the codes are csrc/simd.h's Dtype.
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -145,7 +145,7 @@ def use_cpp(op: str, x: Tensor) -> bool:
     """Whether `op`, which has a compiled CPU implementation, uses it for tensors like x.
     RuntimeError: FASTPAR_BACKEND=cpp and x is not a CPU tensor of a supported dtype."""
     able = x.is_cpu and x.dtype in DTYPE_CODES
-    if able and choice == "auto" and not proofs and not trials:
+    if able and choice == "auto" and not (choices.proofs or choices._trying):
         return True
     if choice == "cpp" and not able:
         raise RuntimeError(

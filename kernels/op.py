@@ -226,7 +226,7 @@ def goes_straight(args: tuple) -> bool:
 
 def _stem(name: str) -> str:
     """The op's base name: layer_norm for layer_norm_bwd, and so on."""
-    return name.removesuffix("_").removesuffix("_bwd")
+    return name.removesuffix("_").removesuffix("_bwd").removesuffix("_composed")
 
 
 def in_transform() -> bool:
