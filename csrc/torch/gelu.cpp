@@ -41,6 +41,7 @@ Tensor forward(const Tensor& x_at, const Maybe& bias, bool tanh) {
 Two backward(const Tensor& dy_at, const Tensor& x_at, const Maybe& bias, bool tanh) {
   if (python_serves()) return python(bwd_op(), dy_at, x_at, bias, tanh);
   const Tensor dy = dy_at.contiguous(), x = x_at.contiguous();
+  check_memory(is_like(dy, x) && is_usual(x, bias, tanh), "bias_gelu_bwd");
   Tensor dx = at::empty(x.sizes(), x.options());
   const auto floats = x.options().dtype(bias ? bias->scalar_type() : at::kFloat);
   Tensor dbias = !bias       ? at::empty({0}, floats)

@@ -71,6 +71,10 @@ inline bool needs_grad(const Maybe& x) { return x.has_value() && needs_grad(*x);
 inline bool has_tangent(const Tensor& x) { return torch::autograd::isFwGradDefined(x); }
 inline bool has_tangent(const Maybe& x) { return x.has_value() && has_tangent(*x); }
 
+// torch itself resolves its zero tensors to one zero of strides that attention does not take.
+inline Tensor with_memory(const Tensor& x) { return x._is_zerotensor() ? x.clone() : x; }
+inline Maybe with_memory(const Maybe& x) { return has(x) ? Maybe(with_memory(*x)) : x; }
+
 void refuse_tangents(const char* op);
 void refuse_create_graph(const char* op);
 
@@ -102,6 +106,18 @@ auto call_bwd(const Op& op, Args&&... args) {
   if (at::GradMode::is_enabled()) return op.call(std::forward<Args>(args)...);
   at::AutoDispatchBelowADInplaceOrView guard;
   return op.call(std::forward<Args>(args)...);
+}
+
+// Direct calls of an op of a backward: what it reads and writes by address has its sizes.
+inline void check_memory(bool fits, const char* op) {
+  TORCH_CHECK_VALUE(fits, op, ": expected what its forward returned and gradients of these sizes, "
+                    "got other tensors; call the public function and backward()");
+}
+inline bool is_like(const Tensor& a, const Tensor& b) {
+  return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type();
+}
+inline bool are_floats(const Tensor& x, int64_t count) {
+  return x.scalar_type() == at::kFloat && x.numel() == count && x.is_contiguous();
 }
 
 // The autograd kernel of every op of a backward.

@@ -154,6 +154,9 @@ Five backward(const Tensor& dy_at, const Maybe& dtotal_at, const Tensor& x_at, c
   const Tensor dtotal = has(dtotal_at) ? dtotal_at->contiguous() : Tensor();
   const int64_t c = x.size(-1), n = x.numel() / c;
   const bool masked = has(key);
+  check_memory(is_like(dy, x) && (!dtotal.defined() || is_like(dtotal, x)) &&
+                   is_row(weight, c, x) && are_floats(stats, (rms ? 1 : 2) * n),
+               "layer_norm_bwd");
   Tensor dsum = at::empty(x.sizes(), x.options());
   Tensor dx = masked ? at::empty(x.sizes(), x.options()) : Tensor();
   const auto row = [&](Type type) {
