@@ -150,7 +150,7 @@ struct CrossEntropyBackward : public Node {
     refuse_results("cross_entropy", grads);
     if (!grads[0].defined()) return variable_list(1);
     const auto self = getptr();
-    Tensor grad = dlogits.unpack(self);
+    Tensor grad = result_of(dlogits, self);
     const Tensor factor_at = factor.unpack(self);
     // The gradient is this node's own memory: it is scaled in place unless it is needed again.
     const bool keep = torch::autograd::get_current_graph_task_keep_graph();
@@ -339,7 +339,8 @@ struct LinearCrossEntropyBackward : public Node {
         "backward of one recorded without; record it where gradients are enabled and "
         "required");
     const auto self = getptr();
-    Tensor first = dx.unpack(self), second = dweight.unpack(self);
+    Tensor first = rows ? dx.unpack(self) : result_of(dx, self);
+    Tensor second = rows ? dweight.unpack(self) : result_of(dweight, self);
     const Tensor last = factor.unpack(self);
     const bool keep = torch::autograd::get_current_graph_task_keep_graph();
     if (rows) {

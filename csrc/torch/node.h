@@ -114,6 +114,13 @@ SavedVariable saved_result(Tensor& x, const T& node) {
   torch::autograd::create_gradient_edge(x, node);
   return SavedVariable(x, true);
 }
+// Such a result, to be passed on as a gradient: a part of a graph only if one is made.
+template <class T>
+Tensor result_of(SavedVariable& x, const T& node) {
+  Tensor found = x.unpack(node);
+  if (at::GradMode::is_enabled()) return found;
+  return is_plain(found) ? found.variable_data() : found.detach();
+}
 inline void refuse_results(const char* op, const variable_list& grads) {
   for (size_t i = 1; i < grads.size(); ++i) {
     if (grads[i].defined()) refuse_second_backward(op);
