@@ -21,6 +21,7 @@ import functools
 import hashlib
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from fastpar.engine.engine import engine_of_parameter
 from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_
+from fastpar.kernels.lists import count
 from fastpar.optim.base import (
     EngineOptimizer,
     Row,
@@ -42,6 +44,7 @@ from fastpar.optim.base import (
 )
 from fastpar.optim.state import (
     ENTRIES,
+    HALF,
     Storage,
     add_master,
     master_entry,
@@ -50,8 +53,8 @@ from fastpar.optim.state import (
     whole_shape,
 )
 
-_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 _HOST = torch.device("cpu")
+_on_host = operator.attrgetter("is_cpu")
 
 
 class AdamW(EngineOptimizer):
@@ -230,47 +233,52 @@ class AdamW(EngineOptimizer):
         return [self._call(batch, device, factor, None) for device, batch in self._batches(rows)]
 
     def _batches(self, rows: list[Row]) -> list[tuple[torch.device, list[Row]]]:
+        """The rows of each device and of each kind of step, in their order."""
+        kinds = [(group["maximize"], group["amsgrad"]) for group in self.param_groups]
+        devices = [row.piece.device for row in rows]
+        if len({*kinds}) == 1 and devices and devices.count(devices[0]) == len(rows):
+            return [(devices[0], rows)]
         batches: dict[tuple, list[Row]] = {}
-        for row in rows:
-            group = self.param_groups[row.group]
-            key = (row.piece.device, group["maximize"], group["amsgrad"])
-            batches.setdefault(key, []).append(row)
-        return [(device, batch) for (device, _, _), batch in batches.items()]
+        for row, device in zip(rows, devices):
+            batches.setdefault((device, kinds[row.group]), []).append(row)
+        return [(device, batch) for (device, _), batch in batches.items()]
 
     def _call(
         self, rows: list[Row], device: torch.device, factor: Tensor | None, found: Tensor | None
     ) -> Callable[[], object]:
         """The kernel call that steps rows with one device, maximize and amsgrad."""
         options, storage = self.param_groups[rows[0].group], self.storage
-        amsgrad, eight_bit = options["amsgrad"], storage.moment_dtype == torch.uint8
         # Groups whose counters the kernel reads: see "Step counters" above.
         skipping_on_gpu = found is not None and device.type != "cpu"
         on_device = [g["capturable"] or skipping_on_gpu for g in self.param_groups]
-        dtypes = {row.piece.dtype for row in rows}
-        kept: dict[torch.dtype, Any] = {d: master_entry(d, self.master_weights) for d in dtypes}
-        states = [self._state(r, on_device[r.group], kept[r.piece.dtype]) for r in rows]
-        counted = [s["step"] for row, s in zip(rows, states) if on_device[row.group]]
-        if counted:
-            _count(counted, 1.0 if found is None else 1.0 - found.ne(0).float())
-        numbered = [s["step"] for row, s in zip(rows, states) if not on_device[row.group]]
-        owned = [(row, s) for row, s in zip(rows, states) if row.grad.numel()]
+        entries = self._entries(rows, on_device, device, amsgrad=options["amsgrad"])
+        groups = [row.group for row in rows]
+        read = (
+            [s for s, i in zip(entries["step"], groups) if on_device[i]] if any(on_device) else []
+        )
+        if read:
+            _count(read, 1.0 if found is None else 1.0 - found.ne(0).float())
+        numbered = [s for s, i in zip(entries["step"], groups) if not on_device[i]]
+        if not all(row.grad.numel() for row in rows):  # a rank may own no element of them
+            owned = [i for i, row in enumerate(rows) if row.grad.numel()]
+            rows, groups = [rows[i] for i in owned], [groups[i] for i in owned]
+            entries = {name: [column[i] for i in owned] for name, column in entries.items()}
         call: Callable[[], object] = tuple
-        if owned:  # a rank may own no element of them
-            rows, states = zip(*owned)
-            hypers, hyper_index = self._hypers(rows, states, on_device, device)
+        if rows:
+            hypers, hyper_index = self._hypers(groups, entries["step"], on_device, device)
             exp_avg, exp_avg_sq = map(storage.moment_entry, moment_names(amsgrad=False))
             call = functools.partial(
                 adamw_step_,
                 [row.piece for row in rows],
                 [row.grad for row in rows],
-                [s[exp_avg] for s in states],
-                [s[exp_avg_sq] for s in states],
+                entries[exp_avg],
+                entries[exp_avg_sq],
                 hypers,
                 hyper_index=hyper_index,
-                master_weights=[s.get(kept[row.piece.dtype]) for row, s in owned],
-                max_exp_avg_sqs=[s["max_exp_avg_sq"] for s in states] if amsgrad else None,
-                exp_avg_scales=[s["exp_avg_scale"] for s in states] if eight_bit else None,
-                exp_avg_sq_scales=[s["exp_avg_sq_scale"] for s in states] if eight_bit else None,
+                master_weights=entries.get(self._master),
+                max_exp_avg_sqs=entries.get("max_exp_avg_sq"),
+                exp_avg_scales=entries.get("exp_avg_scale"),
+                exp_avg_sq_scales=entries.get("exp_avg_sq_scale"),
                 grad_scale=factor,
                 found_inf=found,
                 maximize=options["maximize"],
@@ -282,7 +290,7 @@ class AdamW(EngineOptimizer):
         def step() -> None:
             call()
             if numbered and (found is None or not found.item()):
-                _count(numbered)
+                count(numbered, 1.0)
 
         return step
 
@@ -308,7 +316,7 @@ class AdamW(EngineOptimizer):
                     name += f" {shards.part_of(row.param)}"
         return _random_place(name) + start
 
-    def _state(self, row: Row, on_device: bool, master: str | None) -> dict[str, Any]:
+    def _state(self, row: Row, on_device: bool) -> dict[str, Any]:
         """The state of a parameter, made or completed as needed."""
         p, amsgrad = row.piece, self.param_groups[row.group]["amsgrad"]
         state = self.state.get(row.param)
@@ -321,41 +329,78 @@ class AdamW(EngineOptimizer):
             state = self.state[row.param] = self.storage.new_state(p, amsgrad=amsgrad)
         elif amsgrad and "max_exp_avg_sq" not in state:  # switched on later
             state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
-        if master is not None and master not in state:
-            add_master(state, p, self.master_weights)
+        add_master(state, p, self.master_weights)
         device = p.device if on_device else _HOST
         step = state["step"]
         if step.device != device or (on_device and step.dtype != torch.float32):
             state["step"] = step.to(device, torch.float32 if on_device else step.dtype)
         return state
 
+    @property
+    def _master(self) -> str:
+        """The entry of masters, "" without them."""
+        return master_entry(torch.bfloat16, self.master_weights) or ""
+
+    def _entries(
+        self, rows: list[Row], on_device: list[bool], device: torch.device, *, amsgrad: bool
+    ) -> dict[str, list[Any]]:
+        """The rows' states as columns, made or completed as needed."""
+        names = [self.storage.moment_entry(name) for name in moment_names(amsgrad)]
+        if self.storage.moment_dtype == torch.uint8:
+            names += ["exp_avg_scale", "exp_avg_sq_scale"]
+        master = self._master
+        by_id = dict(zip(map(id, self.state), self.state.values()))  # a tensor's hash takes longer
+        for _ in range(2):
+            states = [by_id.get(id(row.param)) or {} for row in rows]
+            found = {name: [s.get(name) for s in states] for name in ("step", *names)}
+            if master:
+                found[master] = [s.get(master) for s in states]
+            if self._are_complete(found, rows, on_device, device):
+                break
+            by_id = {id(r.param): self._state(r, on_device[r.group]) for r in rows}
+        return found
+
+    def _are_complete(
+        self, entries: dict[str, list[Any]], rows: list[Row], on_device: list[bool],
+        device: torch.device,
+    ) -> bool:  # fmt: skip
+        """Whether no entry is missing and counters are where they are read."""
+        for name, column in entries.items():
+            if any(map(operator.is_, column, itertools.repeat(None))):
+                absent = [row.piece.dtype for row, x in zip(rows, column) if x is None]
+                if name != self._master or not {*absent}.isdisjoint(HALF):
+                    return False
+        if not any(on_device):
+            return all(map(_on_host, entries["step"]))
+        return all(
+            (t.device, t.dtype) == (device, torch.float32) if on_device[row.group] else t.is_cpu
+            for t, row in zip(entries["step"], rows)
+        )
+
     def _hypers(
         self,
-        rows: Sequence[Row],
-        states: Sequence[dict[str, Any]],
+        groups: list[int],
+        steps: Sequence[Tensor],
         on_device: list[bool],
         device: torch.device,
     ) -> tuple[list[Hyper], list[int]]:
         """(scalars, one entry per group and count; index of each row's entry)."""
-        names = ("lr", "eps", "weight_decay")
-        scalars = [
-            [scalar(v, device) for v in (*(group[n] for n in names), *group["betas"])]
-            for group in self.param_groups
-        ]
-        hypers: list[Hyper] = []
-        index: list[int] = []
-        known: dict[tuple[int, float], int] = {}
-        for row, state in zip(rows, states):
-            step, by_kernel = state["step"], on_device[row.group]
-            t = step if by_kernel else step.item() + 1.0
-            # Counters on the device cannot be compared here: each has its own entry.
-            key = (row.group, id(step) if by_kernel else t)
-            if key not in known:
-                known[key] = len(hypers)
-                lr, eps, weight_decay, beta1, beta2 = scalars[row.group]
-                hypers.append(Hyper(lr, beta1, beta2, eps, weight_decay, t))
-            index.append(known[key])
-        return hypers, index
+        scalars = {}
+        for i in dict.fromkeys(groups):
+            group = self.param_groups[i]
+            values = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
+            scalars[i] = [scalar(value, device) for value in values]
+        # Counters on the device cannot be compared here: each has its own entry.
+        if any(on_device):
+            counts = [s if on_device[i] else s.item() + 1.0 for i, s in zip(groups, steps)]
+            keys = [(i, id(t) if on_device[i] else t) for i, t in zip(groups, counts)]
+        else:
+            counts = [t + 1.0 for t in count(steps, 0.0)]
+            keys = [*zip(groups, counts)]
+        first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1)))
+        places = {key: place for place, key in enumerate(first)}
+        hypers = [Hyper(*scalars[groups[i]], counts[i]) for i in first.values()]
+        return hypers, [places[key] for key in keys]
 
     # State
 
@@ -401,7 +446,7 @@ def _random_place(name: str) -> int:
     return int.from_bytes(digest[:8], "little") // 4 // MOMENT_BLOCK * MOMENT_BLOCK
 
 
-def _count(counters: list[Tensor], by: Tensor | float = _ONE) -> None:
+def _count(counters: list[Tensor], by: Tensor | float) -> None:
     if not isinstance(by, Tensor):
         torch._foreach_add_(counters, by)
     else:  # a tensor and alpha: torch would make a tensor of a number for each counter

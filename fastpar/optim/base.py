@@ -21,6 +21,7 @@ import functools
 import itertools
 import math
 import numbers
+import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fastpar.engine.absent import engines_of
+from fastpar.engine.absent import engines_made, engines_of
 from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.kernels.adamw import is_dense
 from fastpar.kernels.global_norm import (
@@ -206,12 +207,16 @@ def check_host(optimizer: Any, engine: Any) -> None:
 def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
     """Keep torch.compile from tracing the method; see the top of this file."""
 
+    disabled: list[Callable[..., Any]] = []
+
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         compiler = sys.modules.get("torch._dynamo")
         if compiler is None or not hasattr(compiler, "disable"):  # absent, or being imported
             return method(*args, **kwargs)
-        return compiler.disable(method)(*args, **kwargs)
+        if not disabled:
+            disabled.append(compiler.disable(method))  # 40 us
+        return disabled[0](*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return call
@@ -232,6 +237,20 @@ class Row(NamedTuple):
     position: int  # among all parameters of the optimizer
     start: int  # the piece's first element
     engine: Engine | None
+
+
+class Members(NamedTuple):
+    """The parameters of an optimizer, in the order of its groups."""
+
+    params: list[Tensor]
+    owners: list[Engine | None]
+    groups: list[int]
+    engines: list[Engine]  # each once
+    sizes: list[int]  # of the groups
+    engines_made: int  # when this was found
+
+
+_row = functools.partial(tuple.__new__, Row)  # Row._make takes twice as long
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -310,8 +329,24 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def engines(self) -> list[Engine]:
         """The engines of the parameters, each once."""
-        found = engines_of([p for g in self.param_groups for p in g["params"]])
-        return [e for e in dict.fromkeys(found) if e is not None]
+        return self.members().engines
+
+    def members(self) -> Members:
+        """The parameters with their engines; found anew when the groups or engines change."""
+        params = [p for g in self.param_groups for p in g["params"]]
+        sizes = [len(g["params"]) for g in self.param_groups]
+        known: Members | None = self.__dict__.get("_known_members")
+        if (
+            known is None
+            or (known.sizes, known.engines_made) != (sizes, engines_made())
+            or not all(map(operator.is_, params, known.params))
+        ):
+            owners = engines_of(params)
+            groups = [i for i, size in enumerate(sizes) for _ in range(size)]
+            engines = [e for e in dict.fromkeys(owners) if e is not None]
+            known = Members(params, owners, groups, engines, sizes, engines_made())
+            self._known_members = known
+        return known
 
     # The step
 
@@ -356,7 +391,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             RuntimeError: a sparse gradient; an optimizer older than the engine; GradScaler with
                 gradients that it does not see.
         """
-        engines = self.engines()
+        params, owners, groups, engines, *_ = self.members()
         if engines:
             self._check_age()
         if self.found_inf is not None:
@@ -364,18 +399,21 @@ class EngineOptimizer(torch.optim.Optimizer):
         for engine in engines:
             engine.before_step(self)
         measures = self._scaled or self.max_grad_norm is not None
-        rows: list[Row] = []
-        params = [(i, p) for i, group in enumerate(self.param_groups) for p in group["params"]]
-        owners = engines_of([p for _, p in params])
-        pieces = {e: e.shards.pieces() for e in engines}
-        for position, ((i, p), of) in enumerate(zip(params, owners)):
-            piece, grad, start = (p, p.grad, 0) if of is None else pieces[of][p]
-            if grad is not None:
-                rows.append(Row(p, piece, grad, i, position, start, of))
-        if strange := [row for row in rows if row.grad.layout is not torch.strided]:
+        pieces, starts = params, [0] * len(params)
+        if all(e.shards.are_stepped_in_place() for e in engines):
+            grads = [p.grad for p in params]
+        else:
+            of = {e: e.shards.pieces() for e in engines}
+            found = [(p, p.grad, 0) if e is None else of[e][p] for p, e in zip(params, owners)]
+            pieces, grads, starts = map(list, zip(*found))
+        rows = [*map(_row, zip(params, pieces, grads, groups, itertools.count(), starts, owners))]
+        if any(map(operator.is_, grads, itertools.repeat(None))):
+            rows = [row for row in rows if row.grad is not None]
+        if {*(row.grad.layout for row in rows)} - {torch.strided}:
+            strange = next(row for row in rows if row.grad.layout is not torch.strided)
             raise RuntimeError(
                 f"{type(self).__name__}.step: expected dense gradients, got layout="
-                f"{strange[0].grad.layout}; build the embedding with sparse=False"
+                f"{strange.grad.layout}; build the embedding with sparse=False"
             )
         owned: dict[int, list[tuple[Tensor, bool]]] = {id(e): [] for e in engines}
         if measures and any(e.shares for e in engines):
@@ -471,7 +509,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             if loss_scale is None:
                 return None, None
             return torch.ones((), device=device, dtype=torch.float32) / loss_scale, known
-        whole = [row.grad for row in rows if row.engine is None or not row.engine.steps_pieces]
+        parts = {e for e in engines if e.steps_pieces}
+        whole = [row.grad for row in rows if not parts or row.engine not in parts]
         max_norm = None if limit == math.inf else limit
         norm = _norm(whole, bins, device, max_norm=max_norm, loss_scale=loss_scale)
         self.grad_norm = norm.norm
@@ -705,8 +744,8 @@ def _norm(
 ) -> GlobalNorm:
     """The norm of gradients on one or several devices and of bins, on the device."""
     by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in whole:
-        by_device.setdefault(grad.device, []).append(grad)
+    for grad, where in zip(whole, [grad.device for grad in whole]):
+        by_device.setdefault(where, []).append(grad)
     lists = list(by_device.values())
     if len(lists) == 1 and not bins:
         return global_norm(lists[0], max_norm=max_norm, loss_scale=loss_scale)
