@@ -16,20 +16,24 @@ enum Column { kParam, kGrad, kExpAvg, kExpAvgSq, kMax, kMaster, kScale, kScaleSq
 // One row for each tensor; null for optional lists that are not given.
 struct Columns {
   std::array<const Listed*, kColumns> of{};
+  const Listed* counters = nullptr;  // of steps, on the host
   int64_t n = 0;
 
-  // The rows of all lists that are given, one list after another; bit c says that column c is.
-  Columns(const Rows& rows, int given) {
-    int count = 0;
+  // The rows of all lists that are given, one after another, of gradients last; bit c says that
+  // column c is.
+  Columns(const Rows& rows, int given, bool counted) {
+    int count = counted;
     for (int c = 0; c < kColumns; ++c) count += given >> c & 1;
-    FASTPAR_CHECK(count >= 4 && (given & 15) == 15 && rows.size % count == 0,
+    FASTPAR_CHECK((given & 15) == 15 && rows.size % count == 0,
                   "adamw_step: expected lists of equal length, got ", rows.size, " tensors in ",
                   count, " lists; use kernels/adamw.py");
     n = static_cast<int64_t>(rows.size) / count;
     const Listed* next = rows.begin();
-    for (int c = 0; c < kColumns; ++c) {
+    for (const int c : {kParam, kExpAvg, kExpAvgSq, kMax, kMaster, kScale, kScaleSq}) {
       if (given >> c & 1) of[c] = next, next += n;
     }
+    if (counted) counters = next, next += n;
+    of[kGrad] = next;
   }
 
   // Of all tensors of a column, Type::other if they differ.
@@ -37,6 +41,21 @@ struct Columns {
     const auto same = [&](const Listed& x) { return x.type == of[c]->type; };
     return of[c] && n && std::all_of(of[c], of[c] + n, same) ? static_cast<Type>(of[c]->type)
                                                              : Type::other;
+  }
+
+  // Whether all counters can be counted.
+  bool counts() const {
+    return !counters || std::all_of(counters, counters + n, [](const Listed& x) {
+      const bool number = x.type == static_cast<int>(Type::f32) || x.type == static_cast<int>(Type::f64);
+      return x.in_memory && x.device == 0 && x.numel == 1 && number;
+    });
+  }
+
+  // The number of steps of a tensor, after adding to it.
+  double count(int64_t i, float by) const {
+    const Listed& x = counters[i];
+    if (x.type == static_cast<int>(Type::f64)) return *at<double>(x.address) += by;
+    return *at<float>(x.address) += by;
   }
 
   // Whether the tensors of a row can be updated as flat memory.
@@ -129,7 +148,8 @@ struct AdamwCall {
   std::vector<AdamwHyper> hypers;
 };
 
-// Numbers of all hypers, 6 each in the order of AdamwHyper, and for some the tensor to read.
+// Numbers of all hypers, 6 each in the order of AdamwHyper, and for some the tensor to read. Where
+// there are counters, they have the steps.
 struct Hypers {
   const std::vector<double>& numbers;
   const std::vector<Memory>& tensors;
@@ -165,6 +185,9 @@ AdamwCall adamw_call(const Columns& columns, const AdamwModes& modes, const Part
                             moment_bytes,
                             moment_bytes,
                             modes.master == Master::remainder ? 2u : 4u};
+  std::vector<std::pair<int64_t, double>> counted;  // hyper and step of each of the call's hypers
+  const std::vector<AdamwHyper> given = call.hypers;
+  if (columns.counters) call.hypers.clear();
   const int64_t whole = modes.moment == Moment::uint8 ? 256 : 1;
   std::vector<Extent> extents;
   extents.reserve(count * 6);
@@ -175,14 +198,25 @@ AdamwCall adamw_call(const Columns& columns, const AdamwModes& modes, const Part
     const int64_t start = parts.cuts.empty() ? 0 : parts.cuts[2 * i];
     const int64_t stop = parts.cuts.empty() ? size : parts.cuts[2 * i + 1];
     const int64_t first = parts.first_index.empty() ? next : parts.first_index[i];
-    const int64_t hyper = parts.hyper.empty() ? 0 : parts.hyper[i];
+    int64_t hyper = parts.hyper.empty() ? 0 : parts.hyper[i];
     next += (size + 255) / 256 * 256;
-    FASTPAR_CHECK(0 <= start && start <= stop && stop <= size && start % whole == 0 &&
-                      first % whole == 0 && first >= 0 && hyper >= 0 &&
-                      hyper < static_cast<int64_t>(call.hypers.size()),
+    FASTPAR_CHECK(0 <= start && start <= stop && stop <= size && first >= 0 &&
+                      (start == stop || (start % whole == 0 && first % whole == 0)) && hyper >= 0 &&
+                      hyper < static_cast<int64_t>(given.size()),
                   "adamw_step: expected parts within their lists, got part ", i, "; use ",
                   "kernels/adamw.py");
     if (start == stop) continue;
+    if (columns.counters) {
+      const std::pair<int64_t, double> key{hyper, columns.count(tensor, 0.0f) + 1.0};
+      const auto same = std::find(counted.rbegin(), counted.rend(), key);
+      hyper = counted.rend() - same - 1;
+      if (same == counted.rend()) {
+        hyper = static_cast<int64_t>(counted.size());
+        counted.push_back(key);
+        call.hypers.push_back(given[key.first]);
+        call.hypers.back().step = key.second;
+      }
+    }
     Address found[kColumns] = {};
     for (int c = 0; c < kColumns; ++c) {
       if (!columns.of[c]) continue;
@@ -201,60 +235,50 @@ AdamwCall adamw_call(const Columns& columns, const AdamwModes& modes, const Part
   return call;
 }
 
-void run(const AdamwCall& call, const AdamwModes& modes, int threads) {
+int64_t run(const AdamwCall& call, const AdamwModes& modes, int threads) {
   adamw_step(call.ranges.data(), static_cast<int64_t>(call.ranges.size()), call.hypers.data(),
              static_cast<int64_t>(call.hypers.size()), modes, threads);
+  return 0;
 }
 
 #if FASTPAR_CUDA
-void run_cuda(const AdamwCall& call, const AdamwModes& modes, Address stream) {
-  adamw_step_cuda(call.ranges.data(), static_cast<int64_t>(call.ranges.size()), call.hypers.data(),
-                  static_cast<int64_t>(call.hypers.size()), modes, at<void>(stream));
+int64_t run_cuda(const AdamwCall& call, const AdamwModes& modes, Address stream) {
+  return adamw_step_cuda(call.ranges.data(), static_cast<int64_t>(call.ranges.size()),
+                         call.hypers.data(), static_cast<int64_t>(call.hypers.size()), modes,
+                         at<void>(stream));
 }
 #endif
 
-// Whether the step was made: false for lists that kernels/adamw.py has to look at.
+// The number of launches; None, and no step was made, for lists that kernels/adamw.py has to look
+// at.
 template <auto Run, class Where>
-bool step(const Rows& rows, int given, const std::vector<int64_t>& hyper_index,
+std::optional<int64_t> step(const Rows& rows, int given, bool counted, const std::vector<int64_t>& hyper_index,
           const std::vector<int64_t>& first_indices, const std::vector<int64_t>& cuts,
           const std::vector<double>& hypers, const std::vector<Memory>& hyper_tensors,
           const std::vector<int64_t>& hyper_slots, bool maximize, bool zero_grad,
           const Memory& grad_scale, const Memory& found_inf, std::optional<uint64_t> seed,
           Where where) {
-  const Columns columns(rows, given);
+  const Columns columns(rows, given, counted);
   auto modes = modes_of(columns, seed.has_value());
-  if (!modes) return false;
+  const bool on_host = columns.n == 0 || columns.of[kParam]->device == 0;
+  if (!modes || !columns.counts() || (counted && found_inf && !on_host)) return {};
   modes->maximize = maximize;
   modes->zero_grad = zero_grad;
   modes->grad_scale = grad_scale.floats_or_null(1, "grad_scale");
   modes->found_inf = found_inf.floats_or_null(1, "found_inf");
   modes->seed = seed.value_or(0);
-  Run(adamw_call(columns, *modes, {hyper_index, first_indices, cuts},
-                 {hypers, hyper_tensors, hyper_slots}),
-      *modes, where);
-  return true;
-}
-
-// Adds to numbers on the host; returns the sums. None: not all are, and nothing was changed.
-std::optional<std::vector<double>> count(const Rows& counters, double by) {
-  const auto number = [](const Listed& x) {
-    const Type type = static_cast<Type>(x.type);
-    return x.in_memory && x.device == 0 && x.numel == 1 && (type == Type::f32 || type == Type::f64);
-  };
-  if (!std::all_of(counters.begin(), counters.end(), number)) return {};
-  std::vector<double> sums;
-  sums.reserve(counters.size);
-  for (const Listed& x : counters) {
-    sums.push_back(static_cast<Type>(x.type) == Type::f64
-                       ? *at<double>(x.address) += by
-                       : *at<float>(x.address) += static_cast<float>(by));
+  const int64_t launches = Run(adamw_call(columns, *modes, {hyper_index, first_indices, cuts},
+                                          {hypers, hyper_tensors, hyper_slots}),
+                               *modes, where);
+  if (counted && !(found_inf && *modes->found_inf != 0.0f)) {
+    for (int64_t i = 0; i < columns.n; ++i) columns.count(i, 1.0f);
   }
-  return sums;
+  return launches;
 }
 
 // Whether step() takes such lists.
 bool fits(const Rows& rows, int given, bool stochastic) {
-  return modes_of(Columns(rows, given), stochastic).has_value();
+  return modes_of(Columns(rows, given, false), stochastic).has_value();
 }
 
 }  // namespace
@@ -263,7 +287,6 @@ void bind_adamw(py::module_& m) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   m.def("adamw_step", &step<run, int>, unlocked);
   m.def("adamw_fits", &fits, unlocked);
-  m.def("count", &count, unlocked);
 #if FASTPAR_CUDA
   m.def("adamw_step_cuda", &step<run_cuda, Address>, unlocked);
 #endif

@@ -343,34 +343,46 @@ def _server(p: Tensor, hyper_tensors: list[Tensor]) -> bool | None:
     return False if use_cpp("adamw_step_", p) else None
 
 
+def _is_direct(columns: list[list[Tensor]]) -> bool:
+    """Whether a call may go to _step_compiled past the dispatcher, which no tool then sees."""
+    if columns[0][0].dtype not in DTYPE_CODES or torch.autograd._profiler_enabled():
+        return False
+    return goes_at_once(itertools.chain(*columns))
+
+
+def _given(columns: list[list[Tensor]]) -> int:
+    """A bit for each of the lists that is given."""
+    return sum(1 << i for i, column in enumerate(columns) if column)
+
+
+def _fits(columns: list[list[Tensor]], stochastic: bool) -> bool:
+    """Whether _step_compiled makes the step of these lists."""
+    params, grads, *states = columns
+    rows = rows_of([*params, *itertools.chain(*states), *grads])
+    return _C.adamw_fits(rows, _given(columns), stochastic)
+
+
 def _step_compiled(
-    on_cuda: bool, columns: list[list[Tensor]], grad_scale: Tensor | None,
+    on_cuda: bool, columns: list[list[Tensor]], counters: list[Tensor], grad_scale: Tensor | None,
     found_inf: Tensor | None, hyper_index: list[int], first_indices: list[int], cuts: list[int],
     hypers: list[float], hyper_tensors: list[Tensor], hyper_slots: list[int], maximize: bool,
     zero_grad: bool, seed: int | None, threads: int,
 ) -> bool:  # fmt: skip
     """Whether the step was made: not of lists with several dtypes or devices, with gradients in
     another memory order, or that check_one refuses."""
-    given = sum(1 << i for i, column in enumerate(columns) if column)
+    params, grads, *states = columns
+    written = [*params, *itertools.chain(*states), *counters]
+    rows = rows_of([*written, *grads], len(written) + zero_grad * len(grads))
     call = (
-        rows_of([*itertools.chain(*columns)]), given, hyper_index, first_indices, cuts, hypers,
-        hyper_tensors, hyper_slots, maximize, zero_grad, grad_scale, found_inf, seed,
+        rows, _given(columns), bool(counters),
+        hyper_index, first_indices, cuts, hypers, hyper_tensors, hyper_slots, maximize, zero_grad,
+        grad_scale, found_inf, seed,
     )  # fmt: skip
     if not on_cuda:
-        done = _C.adamw_step(*call, threads or torch.get_num_threads())
-    else:
-        with torch.cuda.device_of(columns[0][0]):
-            stream = backend.cuda_stream(columns[0][0])
-            done = backend.cuda_kernels.adamw_step_cuda(*call, stream)
-    if done:
-        _bump(columns, zero_grad)
-    return done
-
-
-def _bump(columns: list[list[Tensor]], zero_grad: bool) -> None:
-    # Memory written through pointers: autograd must know that these tensors changed.
-    written = [t for i, column in enumerate(columns) if i != 1 or zero_grad for t in column]
-    torch.autograd.graph.increment_version(written)
+        return _C.adamw_step(*call, threads or torch.get_num_threads()) is not None
+    with torch.cuda.device_of(params[0]):
+        stream = backend.cuda_stream(params[0])
+        return backend.cuda_kernels.adamw_step_cuda(*call, stream) is not None
 
 
 def _step_torch(
@@ -400,12 +412,12 @@ def _step_torch(
             row = [t[cuts[2 * i] : cuts[2 * i + 1]] for t in row]
         by_hyper.setdefault(hyper, []).append(row)
     how = grad_scale, found_inf, maximize, bool(columns[4]), half
-    for hyper, rows in by_hyper.items():
+    for hyper, these in by_hyper.items():
         taken = elements = 0
-        for i, row in enumerate(rows):
+        for i, row in enumerate(these):
             elements += row[0].numel()
-            if elements > _COPIED_ELEMENTS or i == len(rows) - 1:
-                _fused_torch(rows[taken : i + 1], hypers[6 * hyper : 6 * hyper + 6], *how)
+            if elements > _COPIED_ELEMENTS or i == len(these) - 1:
+                _fused_torch(these[taken : i + 1], hypers[6 * hyper : 6 * hyper + 6], *how)
                 taken, elements = i + 1, 0
     for row in itertools.chain(*by_hyper.values()) if zero_grad else ():
         row[1].zero_()
@@ -451,11 +463,13 @@ def _run(
         _step_torch(
             columns, grad_scale, found_inf, hyper_index, cuts, *numbers, maximize, zero_grad
         )
-        _bump(columns, zero_grad)
+        # Below autograd torch does not: a call through the dispatcher is there.
+        changed = [params, *states, *columns[6:], grads if zero_grad else []]
+        torch.autograd.graph.increment_version([*itertools.chain(*changed)])
         return
     ordered = [in_order(g, p) for p, g in zip(params, grads)]
     done = _step_compiled(
-        on_cuda, [params, ordered, *columns[2:]], grad_scale, found_inf, hyper_index,
+        on_cuda, [params, ordered, *columns[2:]], [], grad_scale, found_inf, hyper_index,
         first_indices, cuts, *numbers, maximize, zero_grad, seed, threads,
     )  # fmt: skip
     assert done, "adamw_step_: the compiled kernel does not take lists that check_one takes"
@@ -553,7 +567,7 @@ def adamw_step_(
     if n == 0:
         return
     count = 1 if isinstance(hypers, Hyper) else len(hypers)
-    indices = [0] if hyper_index is None else list(hyper_index)
+    indices = [0] * n if hyper_index is None else list(hyper_index)
     if (hyper_index is None and count != 1) or min(indices) < 0 or max(indices) >= count:
         raise ValueError(
             f"adamw_step_: expected hyper_index to name one of {count} hypers for each parameter, "
@@ -571,30 +585,54 @@ def adamw_step_(
                 f"moments, got first_indices[{i}]={first}; cut at multiples of 256"
             )
     scalars, stochastic = (grad_scale, found_inf), stochastic_rounding_seed is not None
-    if params[0].dtype in DTYPE_CODES and goes_at_once(itertools.chain(*columns)):
+    if _is_direct(columns):
         check_scalars(*scalars, params[0].device)
         numbers = flatten_hypers(hypers, params[0].device)
-        on_cuda = None if torch.autograd._profiler_enabled() else _server(params[0], numbers[1])
-        how = maximize, zero_grad, seed if stochastic else None, threads
-        if on_cuda is not None and _step_compiled(
-            on_cuda, columns, *scalars, indices if hyper_index else [], firsts, [], *numbers, *how
-        ):
+        server = _server(params[0], numbers[1])
+        if server is not None and _step_compiled(
+            server, columns, [], *scalars, indices, firsts, [], *numbers, maximize, zero_grad,
+            seed if stochastic else None, threads,
+        ):  # fmt: skip
             return
     full = [column or [None] * n for column in columns]
     groups: dict[tuple, list[int]] = {}
-    for i, row in enumerate(zip(*full)):
-        p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, master, *scales = row
-        check_one(i, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, master, scales, stochastic)
-        kind = p.device, *(None if t is None else t.dtype for t in row)
+    dtypes = [[None if t is None else t.dtype for t in column] for column in full]
+    for i, kind in enumerate(zip([p.device for p in params], *dtypes)):
         groups.setdefault(kind, []).append(i)
+    parts = [
+        [[c[i] for i in chosen] if c[chosen[0]] is not None else [] for c in full]
+        for chosen in groups.values()
+    ]
+    at_once = len(parts) > 1 and goes_at_once(itertools.chain(*itertools.chain(*parts)))
+    if not (at_once and all(_fits(part, stochastic) for part in parts)):
+        for i, row in enumerate(zip(*full)):
+            p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, master, *scales = row
+            check_one(i, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, master, scales, stochastic)
     sizes = [-(-p.numel() // MOMENT_BLOCK) * MOMENT_BLOCK for p in params]
     firsts = firsts or [*itertools.accumulate(sizes, initial=0)]
-    for kind, chosen in groups.items():
-        lists = [[c[i] for i in chosen] if c[chosen[0]] is not None else [] for c in full]
-        places = [indices[i] if hyper_index else 0 for i in chosen], [firsts[i] for i in chosen]
-        check_scalars(*scalars, kind[0])
-        numbers = flatten_hypers(hypers, kind[0])
-        _call(lists, *scalars, *places, [], *numbers, maximize, zero_grad, seed, threads)
+    for (device, *_), chosen, part in zip(groups, groups.values(), parts):
+        places = [indices[i] for i in chosen], [firsts[i] for i in chosen]
+        check_scalars(*scalars, device)
+        numbers = flatten_hypers(hypers, device)
+        _call(part, *scalars, *places, [], *numbers, maximize, zero_grad, seed, threads)
+
+
+def step_counted(
+    columns: list[list[Tensor]], counters: list[Tensor], hypers: Sequence[Hyper],
+    hyper_index: Sequence[int], first_indices: Sequence[int], grad_scale: Tensor | None,
+    found_inf: Tensor | None, maximize: bool, zero_grad: bool, seed: int | None,
+) -> bool:  # fmt: skip
+    """adamw_step_ of whole lists, [] for those that are not given, that reads its steps from the
+    counters on the host, and counts if it steps. False, and nothing was done: not for all lists."""
+    if not _is_direct(columns):
+        return False
+    check_scalars(grad_scale, found_inf, columns[0][0].device)
+    numbers = flatten_hypers(hypers, columns[0][0].device)
+    server = _server(columns[0][0], [])
+    return server is not None and _step_compiled(
+        server, columns, counters, grad_scale, found_inf, hyper_index, first_indices, [], *numbers,
+        maximize, zero_grad, seed, 0,
+    )  # fmt: skip
 
 
 @torch.no_grad()

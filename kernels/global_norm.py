@@ -187,7 +187,7 @@ def _checked(
                 f"{tensors[0].device}; add norm_bins of each device"
             )
     tensors = [t.float() if t.dtype == torch.float64 else t for t in tensors]
-    return [t if t.is_contiguous() else t.contiguous() for t in tensors], counted
+    return [t.resolve_neg().contiguous() for t in tensors], counted
 
 
 def _clip(

@@ -6,7 +6,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <numeric>
 #include <vector>
 
 namespace fastpar::lists {
@@ -47,12 +46,16 @@ Listed read(const Tensor& x) {
   return found;
 }
 
-// [tensors, kListed], on the host. A tensor in a mode or transform has no memory to read: the
+// [tensors, kListed], on the host. The first `written` of them are about to be written through
+// their addresses: autograd must know. A tensor in a mode or transform has no memory to read: the
 // caller looks first.
-Tensor rows(at::TensorList tensors) {
+Tensor rows(at::TensorList tensors, int64_t written) {
   const Tensor table = at::empty({static_cast<int64_t>(tensors.size()), kListed}, at::kLong);
   auto* to = reinterpret_cast<Listed*>(table.mutable_data_ptr<int64_t>());
-  for (const Tensor& x : tensors) *to++ = read(x);
+  for (const Tensor& x : tensors) {
+    *to++ = read(x);
+    if (written-- > 0) x.unsafeGetTensorImpl()->bump_version();
+  }
   return table;
 }
 
@@ -60,7 +63,7 @@ Tensor rows(at::TensorList tensors) {
 }  // namespace fastpar::lists
 
 TORCH_LIBRARY_FRAGMENT(fastpar, m) {
-  m.def("_rows(Tensor[] tensors) -> Tensor", &fastpar::lists::rows);
+  m.def("_rows(Tensor[] tensors, int written) -> Tensor", &fastpar::lists::rows);
 }
 // Where torch would make other tensors of them first, whose memory dies with the call.
 TORCH_LIBRARY_IMPL(fastpar, Negative, m) { m.impl("_rows", &fastpar::lists::rows); }

@@ -23,17 +23,17 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastpar.engine.engine import engine_of_parameter
-from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_
-from fastpar.kernels.lists import count
+from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_, step_counted
 from fastpar.optim.base import (
     EngineOptimizer,
     Row,
+    Rows,
     check_memory,
     check_overlap,
     check_ranges,
@@ -44,7 +44,6 @@ from fastpar.optim.base import (
 )
 from fastpar.optim.state import (
     ENTRIES,
-    HALF,
     Storage,
     add_master,
     master_entry,
@@ -53,8 +52,21 @@ from fastpar.optim.state import (
     whole_shape,
 )
 
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 _HOST = torch.device("cpu")
-_on_host = operator.attrgetter("is_cpu")
+
+
+class _Plan(NamedTuple):
+    """What a step may repeat while parameters, states and kinds of groups are the same objects."""
+
+    params: Sequence[Tensor]
+    pieces: Sequence[Tensor]
+    groups: Sequence[int]
+    kinds: list[tuple[bool, bool, bool]]
+    known: tuple[list[Any], list[Any]]  # keys and values of the optimizer's state
+    states: list[dict[str, Any]]  # of the rows
+    names: list[str | None]  # the entry of each of the kernel's lists
+    firsts: list[int]
 
 
 class AdamW(EngineOptimizer):
@@ -115,6 +127,7 @@ class AdamW(EngineOptimizer):
     """
 
     steps_on_host = True
+    _plan: _Plan | None = None
     _attributes: tuple[str, ...] = ("storage", "seed", "zero_grad_in_step")
     _in_state_dict = frozenset({"seed"})
     _not_in_groups: tuple[str, ...] = (
@@ -203,8 +216,8 @@ class AdamW(EngineOptimizer):
     # The step
 
     def _check_capture(self) -> None:
-        first = next((p for group in self.param_groups for p in group["params"]), None)
-        if first is None or not capturing(first.device):
+        params = self.members().params
+        if not params or not capturing(params[0].device):
             return
         if not all(g["capturable"] for g in self.param_groups):
             raise RuntimeError(
@@ -219,10 +232,67 @@ class AdamW(EngineOptimizer):
                     "the capture"
                 )
 
-    def _update(self, rows: list[Row], factor: Tensor | None, found: Tensor | None) -> None:
-        for device, batch in self._batches(rows):
+    def _update(self, rows: Rows | list[Row], factor: Tensor | None, found: Tensor | None) -> None:
+        rows = Rows.of(rows)
+        if self._step_as_planned(rows, factor, found):
+            return
+        batches = self._batches(rows)
+        for device, batch in batches:
             factor, found = (t if t is None else t.to(device) for t in (factor, found))
             self._call(batch, device, factor, found)()
+        self._plan = self._planned(rows) if len(batches) == 1 else None
+
+    def _planned(self, rows: Rows) -> _Plan | None:
+        """What the next step may repeat, after one that has completed the states."""
+        options, dtype = self.param_groups[rows.groups[0]], rows.pieces[0].dtype
+        names = [None, None, *map(self.storage.moment_entry, moment_names(options["amsgrad"]))]
+        names += [None] * (not options["amsgrad"]) + [master_entry(dtype, self.master_weights)]
+        scales = self.storage.moment_dtype == torch.uint8
+        names += ["exp_avg_scale", "exp_avg_sq_scale"] if scales else [None, None]
+        firsts = self._first_indices(rows) if self.storage.random else []
+        if any(p.dtype != dtype for p in rows.pieces):
+            return None  # no one list of masters
+        states = [self.state[p] for p in rows.params]
+        known = [*self.state], [*self.state.values()]
+        return _Plan(
+            rows.params, rows.pieces, rows.groups, self._kinds(), known, states, names, firsts
+        )
+
+    def _kinds(self) -> list[tuple[bool, bool, bool]]:
+        return [(g["maximize"], g["amsgrad"], g["capturable"]) for g in self.param_groups]
+
+    def _step_as_planned(self, rows: Rows, factor: Tensor | None, found: Tensor | None) -> bool:
+        """Make a step like the last one: of the same parameters and states, with other gradients.
+        False, and nothing was done: something has changed, or this is no step for the kernel."""
+        plan = self._plan
+        if (
+            plan is None
+            or plan.kinds != self._kinds()
+            or not (found is None or found.is_cpu)
+            or not _same(rows.params, plan.params)
+            or not _same(rows.pieces, plan.pieces)
+            or not _same([*self.state], plan.known[0])
+            or not _same([*self.state.values()], plan.known[1])
+            or any(capturable for _, _, capturable in plan.kinds)
+        ):
+            return False
+        hypers: list[Hyper] = []
+        for group in self.param_groups:
+            values = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
+            if Tensor in map(type, values):
+                return False
+            hypers.append(Hyper(*values, 1.0))
+        try:
+            lists = [[s[n] for s in plan.states] if n else [] for n in plan.names]
+            steps = [s["step"] for s in plan.states]
+        except KeyError:
+            return False
+        lists[:2] = [*rows.pieces], [*rows.grads]
+        seed = self.seed if self.storage.random else None
+        return step_counted(
+            lists, steps, hypers, plan.groups, plan.firsts, factor, found,
+            plan.kinds[0][0], self.zero_grad_in_step, seed,
+        )  # fmt: skip
 
     def prepare(self, rows: list[Row], factor: Tensor | None) -> list[Callable[[], object]]:
         """The kernel calls of a step with the present options, for another thread.
@@ -232,53 +302,48 @@ class AdamW(EngineOptimizer):
         """
         return [self._call(batch, device, factor, None) for device, batch in self._batches(rows)]
 
-    def _batches(self, rows: list[Row]) -> list[tuple[torch.device, list[Row]]]:
-        """The rows of each device and of each kind of step, in their order."""
-        kinds = [(group["maximize"], group["amsgrad"]) for group in self.param_groups]
-        devices = [row.piece.device for row in rows]
-        if len({*kinds}) == 1 and devices and devices.count(devices[0]) == len(rows):
-            return [(devices[0], rows)]
+    def _batches(self, rows: Rows | list[Row]) -> list[tuple[torch.device, list[Row]]]:
         batches: dict[tuple, list[Row]] = {}
-        for row, device in zip(rows, devices):
-            batches.setdefault((device, kinds[row.group]), []).append(row)
-        return [(device, batch) for (device, _), batch in batches.items()]
+        for row in rows:
+            group = self.param_groups[row.group]
+            key = (row.piece.device, group["maximize"], group["amsgrad"])
+            batches.setdefault(key, []).append(row)
+        return [(device, batch) for (device, _, _), batch in batches.items()]
 
     def _call(
         self, rows: list[Row], device: torch.device, factor: Tensor | None, found: Tensor | None
     ) -> Callable[[], object]:
         """The kernel call that steps rows with one device, maximize and amsgrad."""
         options, storage = self.param_groups[rows[0].group], self.storage
+        amsgrad, eight_bit = options["amsgrad"], storage.moment_dtype == torch.uint8
         # Groups whose counters the kernel reads: see "Step counters" above.
         skipping_on_gpu = found is not None and device.type != "cpu"
         on_device = [g["capturable"] or skipping_on_gpu for g in self.param_groups]
-        entries = self._entries(rows, on_device, device, amsgrad=options["amsgrad"])
-        groups = [row.group for row in rows]
-        read = (
-            [s for s, i in zip(entries["step"], groups) if on_device[i]] if any(on_device) else []
-        )
-        if read:
-            _count(read, 1.0 if found is None else 1.0 - found.ne(0).float())
-        numbered = [s for s, i in zip(entries["step"], groups) if not on_device[i]]
-        if not all(row.grad.numel() for row in rows):  # a rank may own no element of them
-            owned = [i for i, row in enumerate(rows) if row.grad.numel()]
-            rows, groups = [rows[i] for i in owned], [groups[i] for i in owned]
-            entries = {name: [column[i] for i in owned] for name, column in entries.items()}
+        dtypes = {row.piece.dtype for row in rows}
+        kept: dict[torch.dtype, Any] = {d: master_entry(d, self.master_weights) for d in dtypes}
+        states = [self._state(r, on_device[r.group], kept[r.piece.dtype]) for r in rows]
+        counted = [s["step"] for row, s in zip(rows, states) if on_device[row.group]]
+        if counted:
+            _count(counted, 1.0 if found is None else 1.0 - found.ne(0).float())
+        numbered = [s["step"] for row, s in zip(rows, states) if not on_device[row.group]]
+        owned = [(row, s) for row, s in zip(rows, states) if row.grad.numel()]
         call: Callable[[], object] = tuple
-        if rows:
-            hypers, hyper_index = self._hypers(groups, entries["step"], on_device, device)
+        if owned:  # a rank may own no element of them
+            rows, states = zip(*owned)
+            hypers, hyper_index = self._hypers(rows, states, on_device, device)
             exp_avg, exp_avg_sq = map(storage.moment_entry, moment_names(amsgrad=False))
             call = functools.partial(
                 adamw_step_,
                 [row.piece for row in rows],
                 [row.grad for row in rows],
-                entries[exp_avg],
-                entries[exp_avg_sq],
+                [s[exp_avg] for s in states],
+                [s[exp_avg_sq] for s in states],
                 hypers,
                 hyper_index=hyper_index,
-                master_weights=entries.get(self._master),
-                max_exp_avg_sqs=entries.get("max_exp_avg_sq"),
-                exp_avg_scales=entries.get("exp_avg_scale"),
-                exp_avg_sq_scales=entries.get("exp_avg_sq_scale"),
+                master_weights=[s.get(kept[row.piece.dtype]) for row, s in owned],
+                max_exp_avg_sqs=[s["max_exp_avg_sq"] for s in states] if amsgrad else None,
+                exp_avg_scales=[s["exp_avg_scale"] for s in states] if eight_bit else None,
+                exp_avg_sq_scales=[s["exp_avg_sq_scale"] for s in states] if eight_bit else None,
                 grad_scale=factor,
                 found_inf=found,
                 maximize=options["maximize"],
@@ -290,11 +355,11 @@ class AdamW(EngineOptimizer):
         def step() -> None:
             call()
             if numbered and (found is None or not found.item()):
-                count(numbered, 1.0)
+                _count(numbered)
 
         return step
 
-    def _first_indices(self, rows: Sequence[Row]) -> list[int]:
+    def _first_indices(self, rows: Iterable[Row]) -> list[int]:
         """Index of each piece's first element among the random bits; see "Random bits"."""
         given: dict[Tensor, str] = {}
         for group in self.param_groups:
@@ -316,7 +381,7 @@ class AdamW(EngineOptimizer):
                     name += f" {shards.part_of(row.param)}"
         return _random_place(name) + start
 
-    def _state(self, row: Row, on_device: bool) -> dict[str, Any]:
+    def _state(self, row: Row, on_device: bool, master: str | None) -> dict[str, Any]:
         """The state of a parameter, made or completed as needed."""
         p, amsgrad = row.piece, self.param_groups[row.group]["amsgrad"]
         state = self.state.get(row.param)
@@ -329,78 +394,41 @@ class AdamW(EngineOptimizer):
             state = self.state[row.param] = self.storage.new_state(p, amsgrad=amsgrad)
         elif amsgrad and "max_exp_avg_sq" not in state:  # switched on later
             state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
-        add_master(state, p, self.master_weights)
+        if master is not None and master not in state:
+            add_master(state, p, self.master_weights)
         device = p.device if on_device else _HOST
         step = state["step"]
         if step.device != device or (on_device and step.dtype != torch.float32):
             state["step"] = step.to(device, torch.float32 if on_device else step.dtype)
         return state
 
-    @property
-    def _master(self) -> str:
-        """The entry of masters, "" without them."""
-        return master_entry(torch.bfloat16, self.master_weights) or ""
-
-    def _entries(
-        self, rows: list[Row], on_device: list[bool], device: torch.device, *, amsgrad: bool
-    ) -> dict[str, list[Any]]:
-        """The rows' states as columns, made or completed as needed."""
-        names = [self.storage.moment_entry(name) for name in moment_names(amsgrad)]
-        if self.storage.moment_dtype == torch.uint8:
-            names += ["exp_avg_scale", "exp_avg_sq_scale"]
-        master = self._master
-        by_id = dict(zip(map(id, self.state), self.state.values()))  # a tensor's hash takes longer
-        for _ in range(2):
-            states = [by_id.get(id(row.param)) or {} for row in rows]
-            found = {name: [s.get(name) for s in states] for name in ("step", *names)}
-            if master:
-                found[master] = [s.get(master) for s in states]
-            if self._are_complete(found, rows, on_device, device):
-                break
-            by_id = {id(r.param): self._state(r, on_device[r.group]) for r in rows}
-        return found
-
-    def _are_complete(
-        self, entries: dict[str, list[Any]], rows: list[Row], on_device: list[bool],
-        device: torch.device,
-    ) -> bool:  # fmt: skip
-        """Whether no entry is missing and counters are where they are read."""
-        for name, column in entries.items():
-            if any(map(operator.is_, column, itertools.repeat(None))):
-                absent = [row.piece.dtype for row, x in zip(rows, column) if x is None]
-                if name != self._master or not {*absent}.isdisjoint(HALF):
-                    return False
-        if not any(on_device):
-            return all(map(_on_host, entries["step"]))
-        return all(
-            (t.device, t.dtype) == (device, torch.float32) if on_device[row.group] else t.is_cpu
-            for t, row in zip(entries["step"], rows)
-        )
-
     def _hypers(
         self,
-        groups: list[int],
-        steps: Sequence[Tensor],
+        rows: Sequence[Row],
+        states: Sequence[dict[str, Any]],
         on_device: list[bool],
         device: torch.device,
     ) -> tuple[list[Hyper], list[int]]:
         """(scalars, one entry per group and count; index of each row's entry)."""
-        scalars = {}
-        for i in dict.fromkeys(groups):
-            group = self.param_groups[i]
-            values = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
-            scalars[i] = [scalar(value, device) for value in values]
-        # Counters on the device cannot be compared here: each has its own entry.
-        if any(on_device):
-            counts = [s if on_device[i] else s.item() + 1.0 for i, s in zip(groups, steps)]
-            keys = [(i, id(t) if on_device[i] else t) for i, t in zip(groups, counts)]
-        else:
-            counts = [t + 1.0 for t in count(steps, 0.0)]
-            keys = [*zip(groups, counts)]
-        first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1)))
-        places = {key: place for place, key in enumerate(first)}
-        hypers = [Hyper(*scalars[groups[i]], counts[i]) for i in first.values()]
-        return hypers, [places[key] for key in keys]
+        names = ("lr", "eps", "weight_decay")
+        scalars = [
+            [scalar(v, device) for v in (*(group[n] for n in names), *group["betas"])]
+            for group in self.param_groups
+        ]
+        hypers: list[Hyper] = []
+        index: list[int] = []
+        known: dict[tuple[int, float], int] = {}
+        for row, state in zip(rows, states):
+            step, by_kernel = state["step"], on_device[row.group]
+            t = step if by_kernel else step.item() + 1.0
+            # Counters on the device cannot be compared here: each has its own entry.
+            key = (row.group, id(step) if by_kernel else t)
+            if key not in known:
+                known[key] = len(hypers)
+                lr, eps, weight_decay, beta1, beta2 = scalars[row.group]
+                hypers.append(Hyper(lr, beta1, beta2, eps, weight_decay, t))
+            index.append(known[key])
+        return hypers, index
 
     # State
 
@@ -422,6 +450,10 @@ class AdamW(EngineOptimizer):
         for name in moment_names(group["amsgrad"]):
             found.update(self.storage.convert_moment(saved, name, p, copy=copy))
         return found
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._plan = None  # it would keep the old state alive
+        super().__setstate__(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Like torch's, with the seed if steps draw random bits: see Ranks and State above."""
@@ -446,7 +478,12 @@ def _random_place(name: str) -> int:
     return int.from_bytes(digest[:8], "little") // 4 // MOMENT_BLOCK * MOMENT_BLOCK
 
 
-def _count(counters: list[Tensor], by: Tensor | float) -> None:
+def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    """Whether two lists have the same objects."""
+    return len(these) == len(those) and all(map(operator.is_, these, those))
+
+
+def _count(counters: list[Tensor], by: Tensor | float = _ONE) -> None:
     if not isinstance(by, Tensor):
         torch._foreach_add_(counters, by)
     else:  # a tensor and alpha: torch would make a tensor of a number for each counter

@@ -24,7 +24,7 @@ import numbers
 import operator
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -194,6 +194,9 @@ def scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
     return value.to(device, torch.float32).reshape(())
 
 
+_layout = operator.attrgetter("layout")
+
+
 def check_host(optimizer: Any, engine: Any) -> None:
     """Refuse an optimizer that cannot step on the host if the engine offloads its state."""
     if engine is not None and engine.shards.storage.steps_later and not optimizer.steps_on_host:
@@ -239,6 +242,28 @@ class Row(NamedTuple):
     engine: Engine | None
 
 
+class Rows:
+    """Rows, kept as columns: a step of many small tensors is as long as making them.
+
+    Attributes: the fields of Row, a sequence each.
+    """
+
+    def __init__(self, columns: Sequence[Sequence[Any]]) -> None:
+        self._columns = columns
+        self.params, self.pieces, self.grads, self.groups, *_ = columns
+
+    @classmethod
+    def of(cls, rows: Rows | Iterable[Row]) -> Rows:
+        """The same rows."""
+        return rows if isinstance(rows, Rows) else cls([*zip(*rows)] or [()] * len(Row._fields))
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(Row._make, zip(*self._columns))
+
+
 class Members(NamedTuple):
     """The parameters of an optimizer, in the order of its groups."""
 
@@ -248,9 +273,6 @@ class Members(NamedTuple):
     engines: list[Engine]  # each once
     sizes: list[int]  # of the groups
     engines_made: int  # when this was found
-
-
-_row = functools.partial(tuple.__new__, Row)  # Row._make takes twice as long
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -375,10 +397,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         For captured graphs: does not call engines. Sets grad_norm.
         """
         engines = list({id(row.engine): row.engine for row in rows if row.engine}.values())
-        factor, found = self._factor(rows, [], engines)
+        factor, found = self._factor(Rows.of(rows), [], engines)
         self._update(rows, factor, found)
 
-    def begin_step(self) -> tuple[list[Engine], list[Row], Tensor | None, Tensor | None]:
+    def begin_step(self) -> tuple[list[Engine], Rows, Tensor | None, Tensor | None]:
         """Finish the engines' reductions and agree with the other ranks on this step.
 
         Sets grad_norm and skipped. No host synchronization.
@@ -399,21 +421,22 @@ class EngineOptimizer(torch.optim.Optimizer):
         for engine in engines:
             engine.before_step(self)
         measures = self._scaled or self.max_grad_norm is not None
-        pieces, starts = params, [0] * len(params)
+        n = len(params)
+        pieces, starts = params, [0] * n
         if all(e.shards.are_stepped_in_place() for e in engines):
             grads = [p.grad for p in params]
         else:
             of = {e: e.shards.pieces() for e in engines}
             found = [(p, p.grad, 0) if e is None else of[e][p] for p, e in zip(params, owners)]
             pieces, grads, starts = map(list, zip(*found))
-        rows = [*map(_row, zip(params, pieces, grads, groups, itertools.count(), starts, owners))]
+        rows = Rows((params, pieces, grads, groups, range(n), starts, owners))
         if any(map(operator.is_, grads, itertools.repeat(None))):
-            rows = [row for row in rows if row.grad is not None]
-        if {*(row.grad.layout for row in rows)} - {torch.strided}:
-            strange = next(row for row in rows if row.grad.layout is not torch.strided)
+            rows = Rows.of(row for row in rows if row.grad is not None)
+        strange = {*map(_layout, rows.grads)} - {torch.strided}
+        if strange:
             raise RuntimeError(
                 f"{type(self).__name__}.step: expected dense gradients, got layout="
-                f"{strange.grad.layout}; build the embedding with sparse=False"
+                f"{strange.pop()}; build the embedding with sparse=False"
             )
         owned: dict[int, list[tuple[Tensor, bool]]] = {id(e): [] for e in engines}
         if measures and any(e.shares for e in engines):
@@ -424,7 +447,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         for engine in engines:
             without = engine.without_grad()
             if without:
-                rows = [row for row in rows if row.param not in without]
+                rows = Rows.of(row for row in rows if row.param not in without)
         factor, found = self._factor(rows, [b for b in bins if b is not None], engines)
         return engines, rows, factor, found
 
@@ -485,7 +508,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return engine.exchange(norm_bins(tensors, counted=counted, out=none))
 
     def _factor(
-        self, rows: list[Row], bins: list[Tensor], engines: list[Engine]
+        self, rows: Rows, bins: list[Tensor], engines: list[Engine]
     ) -> tuple[Tensor | None, Tensor | None]:
         """The factor of gradients, and the flag under which nothing may change.
 
@@ -496,7 +519,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         limit, scaled, tokens = self.max_grad_norm, self._scaled, self._tokens(engines)
         if not rows:
             return None, None
-        device = engines[0].mesh.device if engines else rows[0].grad.device
+        device = engines[0].mesh.device if engines else rows.grads[0].device
         loss_scale = scalar(self.grad_scale, device) if scaled else None
         if tokens is not None:
             tokens = tokens.to(device, torch.float32).reshape(())
@@ -510,7 +533,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 return None, None
             return torch.ones((), device=device, dtype=torch.float32) / loss_scale, known
         parts = {e for e in engines if e.steps_pieces}
-        whole = [row.grad for row in rows if not parts or row.engine not in parts]
+        whole = [row.grad for row in rows if row.engine not in parts] if parts else rows.grads
         max_norm = None if limit == math.inf else limit
         norm = _norm(whole, bins, device, max_norm=max_norm, loss_scale=loss_scale)
         self.grad_norm = norm.norm
@@ -715,7 +738,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _check_capture(self) -> None:
         """Refuse a step that a CUDA graph cannot capture."""
 
-    def _update(self, rows: list[Row], factor: Tensor | None, found: Tensor | None) -> None:
+    def _update(self, rows: Rows | list[Row], factor: Tensor | None, found: Tensor | None) -> None:
         """Update the rows; gradients are multiplied by factor, nothing changes under found."""
         raise NotImplementedError
 
@@ -735,7 +758,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 
 def _norm(
-    whole: list[Tensor],
+    whole: Sequence[Tensor],
     bins: list[Tensor],
     device: torch.device,
     *,
