@@ -51,6 +51,9 @@ class Hyper(NamedTuple):
     step: float | Tensor
 
 
+_LOWEST, _HIGHEST = Hyper(0, 0, 0, 0, 0, 1), Hyper(math.inf, 1, 1, math.inf, math.inf, math.inf)
+
+
 def check_one(
     i: int, p: Tensor, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
     max_exp_avg_sq: Tensor | None, master: Tensor | None, scales: Sequence[Tensor | None],
@@ -141,14 +144,13 @@ def flatten_hypers(
     numbers: list[float] = []
     tensors, slots = [], []
     for row in rows:
-        for name, value in zip(Hyper._fields, row):
+        for name, value, low, high in zip(Hyper._fields, row, _LOWEST, _HIGHEST):
             if isinstance(value, Tensor):
                 check_scalar("adamw_step_", name, value, device)
                 tensors.append(value)
                 slots.append(len(numbers))
                 numbers.append(0.0)
                 continue
-            low, high = float(name == "step"), 1.0 if name.startswith("beta") else math.inf
             if not low <= value < high:
                 below = "" if high == math.inf else f" and < {high:g}"
                 do = "count from 1" if low else "correct the hyper-parameter"
@@ -345,9 +347,9 @@ def _server(p: Tensor, hyper_tensors: list[Tensor]) -> bool | None:
 
 def _is_direct(columns: list[list[Tensor]]) -> bool:
     """Whether a call may go to _step_compiled past the dispatcher, which no tool then sees."""
-    if columns[0][0].dtype not in DTYPE_CODES or torch.autograd._profiler_enabled():
+    if not goes_at_once(itertools.chain(*columns)):
         return False
-    return goes_at_once(itertools.chain(*columns))
+    return columns[0][0].dtype in DTYPE_CODES and not torch.autograd._profiler_enabled()
 
 
 def _given(columns: list[list[Tensor]]) -> int:

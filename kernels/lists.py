@@ -22,7 +22,7 @@ def rows_of(tensors: Sequence[Tensor], written: int = 0) -> Tensor:
 def goes_at_once(tensors: Iterable[Tensor]) -> bool:
     """Whether an eager call may read rows_of() the tensors: no mode, transform or subclass has a
     say. What is in memory, the rows tell."""
-    return _C is not None and {*map(type, tensors)} <= _PLAIN and goes_straight(())
+    return _C is not None and goes_straight(()) and {*map(type, tensors)} <= _PLAIN
 
 
 def are_usual(tensors: Sequence[Tensor]) -> bool:

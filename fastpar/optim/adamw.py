@@ -216,8 +216,8 @@ class AdamW(EngineOptimizer):
     # The step
 
     def _check_capture(self) -> None:
-        params = self.members().params
-        if not params or not capturing(params[0].device):
+        first = next((group["params"][0] for group in self.param_groups if group["params"]), None)
+        if first is None or not capturing(first.device):
             return
         if not all(g["capturable"] for g in self.param_groups):
             raise RuntimeError(

@@ -438,6 +438,8 @@ class EngineOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}.step: expected dense gradients, got layout="
                 f"{strange.pop()}; build the embedding with sparse=False"
             )
+        if not engines:
+            return engines, rows, *self._factor(rows, [], engines)
         owned: dict[int, list[tuple[Tensor, bool]]] = {id(e): [] for e in engines}
         if measures and any(e.shares for e in engines):
             for row in rows:
