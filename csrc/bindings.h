@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "checks.h"
+#include "lists.h"
 #include "ops.h"
 
 namespace fastpar {
@@ -29,9 +30,6 @@ inline Dtype dtype_of(int code) {
   return static_cast<Dtype>(code);
 }
 
-// dtypes of tensors; the first three are those of Dtype.
-enum class Type : int { f32, bf16, f16, f64, i64, i32, i16, i8, u8, boolean, e4m3, e5m2, other };
-constexpr int kTypes = static_cast<int>(Type::other);
 const char* type_name(Type type);
 
 // A tensor that Python passes; None is false.
@@ -70,6 +68,19 @@ struct Memory {
   }
 };
 
+// The tensors of a list.
+struct Rows {
+  const Listed* first = nullptr;
+  size_t size = 0;
+
+  const Listed& operator[](size_t i) const { return first[i]; }
+  const Listed* begin() const { return first; }
+  const Listed* end() const { return first + size; }
+  // Whether all of them have contiguous memory with numbers that kernels compute with, in one
+  // place.
+  bool are_usual() const;
+};
+
 // A tensor of at most four dimensions and any strides.
 struct View : Memory {
   int dims = 0;
@@ -81,6 +92,7 @@ struct View : Memory {
 
 bool read(PyObject* x, Memory& memory);
 bool read(PyObject* x, View& view);
+bool read(PyObject* x, Rows& rows);
 
 // One for each file bindings_<name>.cpp.
 void bind_adamw(py::module_& m);
@@ -97,6 +109,12 @@ namespace pybind11::detail {
 template <>
 struct type_caster<fastpar::Memory> {
   PYBIND11_TYPE_CASTER(fastpar::Memory, const_name("Tensor | None"));
+  bool load(handle x, bool) { return fastpar::read(x.ptr(), value); }
+};
+
+template <>
+struct type_caster<fastpar::Rows> {
+  PYBIND11_TYPE_CASTER(fastpar::Rows, const_name("Tensor"));
   bool load(handle x, bool) { return fastpar::read(x.ptr(), value); }
 };
 

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <optional>
 
 #include "bindings.h"
 #include "ops_cuda.h"
@@ -6,19 +7,111 @@
 namespace fastpar {
 namespace {
 
-// Of one argument for each tensor; the optional ones are empty lists where they are not used.
-// params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, exp_avg_scales,
-// exp_avg_sq_scales
-using Columns = std::array<std::vector<Memory>, 8>;
-constexpr const char* kColumns[8] = {
+constexpr int kColumns = 8;
+constexpr const char* kNames[kColumns] = {
     "params",          "grads",          "exp_avgs",       "exp_avg_sqs",
     "max_exp_avg_sqs", "master_weights", "exp_avg_scales", "exp_avg_sq_scales"};
+enum Column { kParam, kGrad, kExpAvg, kExpAvgSq, kMax, kMaster, kScale, kScaleSq };
 
-struct AdamwCall {
-  std::vector<AdamwRange> ranges;
-  std::vector<AdamwHyper> hypers;
-  AdamwModes modes;
+// One row for each tensor; null for optional lists that are not given.
+struct Columns {
+  std::array<const Listed*, kColumns> of{};
+  const Listed* counters = nullptr;  // of steps, on the host
+  int64_t n = 0;
+
+  // The rows of all lists that are given, one after another, of gradients last; bit c says that
+  // column c is.
+  Columns(const Rows& rows, int given, bool counted) {
+    int count = counted;
+    for (int c = 0; c < kColumns; ++c) count += given >> c & 1;
+    FASTPAR_CHECK((given & 15) == 15 && rows.size % count == 0,
+                  "adamw_step: expected lists of equal length, got ", rows.size, " tensors in ",
+                  count, " lists; use kernels/adamw.py");
+    n = static_cast<int64_t>(rows.size) / count;
+    const Listed* next = rows.begin();
+    for (const int c : {kParam, kExpAvg, kExpAvgSq, kMax, kMaster, kScale, kScaleSq}) {
+      if (given >> c & 1) of[c] = next, next += n;
+    }
+    if (counted) counters = next, next += n;
+    of[kGrad] = next;
+  }
+
+  // Of all tensors of a column, Type::other if they differ.
+  Type type(int c) const {
+    const auto same = [&](const Listed& x) { return x.type == of[c]->type; };
+    return of[c] && n && std::all_of(of[c], of[c] + n, same) ? static_cast<Type>(of[c]->type)
+                                                             : Type::other;
+  }
+
+  // Whether all counters can be counted.
+  bool counts() const {
+    return !counters || std::all_of(counters, counters + n, [](const Listed& x) {
+      const bool number = x.type == static_cast<int>(Type::f32) || x.type == static_cast<int>(Type::f64);
+      return x.in_memory && x.device == 0 && x.numel == 1 && number;
+    });
+  }
+
+  // The number of steps of a tensor, after adding to it.
+  double count(int64_t i, float by) const {
+    const Listed& x = counters[i];
+    if (x.type == static_cast<int>(Type::f64)) return *at<double>(x.address) += by;
+    return *at<float>(x.address) += by;
+  }
+
+  // Whether the tensors of a row can be updated as flat memory.
+  bool fits(int64_t i) const {
+    const Listed& p = of[kParam][i];
+    for (int c = 0; c < kColumns; ++c) {
+      if (!of[c]) continue;
+      const Listed& x = of[c][i];
+      if (!x.in_memory || x.device != of[kParam]->device) return false;
+      if (c >= kScale) {
+        if (!x.contiguous || x.numel != (p.numel + 255) / 256) return false;
+      } else if (x.shape != p.shape || x.numel != p.numel) {
+        return false;
+      } else if (!(p.contiguous ? x.contiguous : x.dense && x.strides == p.strides)) {
+        return false;
+      }
+    }
+    return true;
+  }
 };
+
+// How such lists are stored; none where kernels/adamw.py check_one refuses them, or its caller
+// converts them first. stochastic: whether 16-bit parameters need no master.
+std::optional<AdamwModes> modes_of(const Columns& columns, bool stochastic) {
+  const Type param = columns.type(kParam), grad = columns.type(kGrad);
+  const Type moment = columns.type(kExpAvg), master = columns.type(kMaster);
+  if (param > Type::f16 || grad > Type::f16 || columns.type(kExpAvgSq) != moment) return {};
+  AdamwModes modes{};
+  modes.param = static_cast<Dtype>(param);
+  modes.grad = static_cast<Dtype>(grad);
+  const bool wide = grad == param || grad == Type::f32;
+  if (columns.of[kMaster] && master == Type::f32 && param != Type::f32) {
+    modes.master = Master::full;
+  } else if (columns.of[kMaster] && master == Type::i16 && param == Type::bf16 && wide) {
+    modes.master = Master::remainder;
+  } else if (!columns.of[kMaster] && param == Type::f32 && grad == Type::f32) {
+    modes.master = Master::none;
+  } else if (!columns.of[kMaster] && param == Type::bf16 && wide && stochastic) {
+    modes.master = Master::stochastic;
+  } else {
+    return {};
+  }
+  const bool codes = moment == Type::u8;
+  if (!codes && moment != Type::f32 && moment != Type::bf16) return {};
+  modes.moment = codes                 ? Moment::uint8
+                 : moment == Type::f32 ? Moment::float32
+                                       : Moment::bfloat16;
+  if (columns.of[kMax] && (codes || columns.type(kMax) != moment)) return {};
+  for (int c = kScale; c <= kScaleSq; ++c) {
+    if (codes ? columns.type(c) != Type::f32 : columns.of[c] != nullptr) return {};
+  }
+  for (int64_t i = 0; i < columns.n; ++i) {
+    if (!columns.fits(i)) return {};
+  }
+  return modes;
+}
 
 // Memory of one column of one tensor.
 struct Extent {
@@ -34,141 +127,168 @@ void refuse_overlap(std::vector<Extent>& extents, bool grads_too) {
             [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
   const Extent* last = nullptr;  // the one that reaches furthest so far
   for (const Extent& next : extents) {
-    const bool read = last && last->column == 1 && next.column == 1 && !grads_too;
+    const bool read = last && last->column == kGrad && next.column == kGrad && !grads_too;
     FASTPAR_CHECK(!last || read || last->end <= next.begin,
                   "adamw_step_: expected tensors and ranges that share no memory, got ",
-                  kColumns[last->column], "[", last->tensor, "] overlapping ",
-                  kColumns[next.column], "[", next.tensor,
-                  "]; pass each parameter once and give it states of its own");
+                  kNames[last->column], "[", last->tensor, "] overlapping ", kNames[next.column],
+                  "[", next.tensor, "]; pass each parameter once and give it states of its own");
     if (!last || next.end > last->end) last = &next;
   }
 }
 
-// ranges: 5 numbers each: tensor, start, stop, hyper, first_index. hypers: 6 each, in the order of
-// AdamwHyper, and hypers_at as many tensors, None where the number counts.
-AdamwCall adamw_call(const Columns& columns, const std::vector<int64_t>& ranges,
-                     const std::vector<double>& hypers, const std::vector<Memory>& hypers_at,
-                     const std::array<int, 4>& storage, bool maximize, bool zero_grad,
-                     const Memory& grad_scale, const Memory& found_inf, uint64_t seed) {
+// What each part of a call takes: its hyper (empty: the first), and the index of its first element
+// (empty: after the parts before, each rounded up to 256). Part i is tensor i, or with cuts
+// elements [cuts[2 * i], cuts[2 * i + 1]) of the only one.
+struct Parts {
+  std::vector<int64_t> hyper, first_index, cuts;
+};
+
+struct AdamwCall {
+  std::vector<AdamwRange> ranges;
+  std::vector<AdamwHyper> hypers;
+};
+
+// Numbers of all hypers, 6 each in the order of AdamwHyper, and for some the tensor to read. Where
+// there are counters, they have the steps.
+struct Hypers {
+  const std::vector<double>& numbers;
+  const std::vector<Memory>& tensors;
+  const std::vector<int64_t>& slots;
+};
+
+AdamwCall adamw_call(const Columns& columns, const AdamwModes& modes, const Parts& parts,
+                     const Hypers& hypers) {
   AdamwCall call;
-  const int64_t n = static_cast<int64_t>(columns[0].size());
-  for (int c = 1; c < 8; ++c) {
-    const int64_t size = static_cast<int64_t>(columns[c].size());
-    FASTPAR_CHECK(size == n || (c >= 4 && size == 0),
-                  "adamw_step: expected lists of equal length, got params=", n, " ", kColumns[c],
-                  "=", size, "; pass one entry per tensor");
-  }
-  const int64_t hyper_count = static_cast<int64_t>(hypers.size()) / 6;
-  FASTPAR_CHECK(hypers.size() == static_cast<size_t>(hyper_count) * 6 &&
-                    hypers_at.size() == hypers.size() && ranges.size() % 5 == 0,
-                "adamw_step: expected 6 numbers and tensors per hyper and 5 per range, got ",
-                hypers.size(), ", ", hypers_at.size(), " and ", ranges.size(),
-                "; use kernels/adamw.py");
-  for (int64_t h = 0; h < hyper_count; ++h) {
-    const double* x = &hypers[h * 6];
-    const float* p[6];
-    for (int i = 0; i < 6; ++i) p[i] = hypers_at[h * 6 + i].floats_or_null(1, "hyper");
+  const size_t count = parts.cuts.empty() ? columns.n : parts.cuts.size() / 2;
+  FASTPAR_CHECK(hypers.numbers.size() % 6 == 0 && hypers.tensors.size() == hypers.slots.size() &&
+                    (parts.cuts.empty() || (parts.cuts.size() % 2 == 0 && columns.n == 1)) &&
+                    (parts.hyper.empty() || parts.hyper.size() == count) &&
+                    (parts.first_index.empty() || parts.first_index.size() == count),
+                "adamw_step: expected 6 numbers per hyper, a slot per tensor and an entry per part"
+                ", got ", hypers.numbers.size(), " numbers and ", count,
+                " parts; use kernels/adamw.py");
+  for (size_t h = 0; h < hypers.numbers.size(); h += 6) {
+    const double* x = &hypers.numbers[h];
+    const float* p[6] = {};
+    for (size_t i = 0; i < hypers.slots.size(); ++i) {
+      const int64_t at = hypers.slots[i] - static_cast<int64_t>(h);
+      if (at >= 0 && at < 6) p[at] = hypers.tensors[i].floats(1, "hyper");
+    }
     call.hypers.push_back({x[0], x[1], x[2], x[3], x[4], x[5], p[0], p[1], p[2], p[3], p[4], p[5]});
   }
-  FASTPAR_CHECK(storage[2] >= 0 && storage[2] <= 2 && storage[3] >= 0 && storage[3] <= 3,
-                "adamw_step: expected moment codes 0 to 2 and master codes 0 to 3, got ",
-                storage[2], " and ", storage[3], "; use kernels/adamw.py");
-  call.modes = {dtype_of(storage[0]),
-                dtype_of(storage[1]),
-                static_cast<Moment>(storage[2]),
-                static_cast<Master>(storage[3]),
-                maximize,
-                zero_grad,
-                grad_scale.floats_or_null(1, "grad_scale"),
-                found_inf.floats_or_null(1, "found_inf"),
-                seed};
-  const Address param_bytes = call.modes.param == Dtype::float32 ? 4 : 2;
-  const Address grad_bytes = call.modes.grad == Dtype::float32 ? 4 : 2;
-  const Address moment_bytes = call.modes.moment == Moment::float32    ? 4
-                               : call.modes.moment == Moment::bfloat16 ? 2
-                                                                       : 1;
-  const Address master_bytes = call.modes.master == Master::remainder ? 2 : 4;
-  const Address bytes[6] = {param_bytes,  grad_bytes,   moment_bytes,
-                            moment_bytes, moment_bytes, master_bytes};
-  const Type moment = call.modes.moment == Moment::float32    ? Type::f32
-                      : call.modes.moment == Moment::bfloat16 ? Type::bf16
-                                                              : Type::u8;
-  const Type types[8] = {static_cast<Type>(call.modes.param),
-                         static_cast<Type>(call.modes.grad),
-                         moment,
-                         moment,
-                         moment,
-                         call.modes.master == Master::remainder ? Type::i16 : Type::f32,
-                         Type::f32,
-                         Type::f32};
-  for (int c = 0; c < 8; ++c) {
-    for (size_t i = 0; i < columns[c].size(); ++i) {
-      const Memory& x = columns[c][i];
-      const int64_t size = columns[0][i].numel, wanted = c < 6 ? size : (size + 255) / 256;
-      FASTPAR_CHECK(x.type == types[c] && x.numel == wanted && x.dense, "adamw_step: expected ",
-                    kColumns[c], "[", i, "] of ", wanted, " elements of ", type_name(types[c]),
-                    " in one block of memory, got ", x.numel, " of ", type_name(x.type),
-                    x.dense ? "" : " with gaps", "; use kernels/adamw.py");
-    }
-  }
+  const Address moment_bytes = modes.moment == Moment::float32    ? 4
+                               : modes.moment == Moment::bfloat16 ? 2
+                                                                  : 1;
+  const Address bytes[6] = {modes.param == Dtype::float32 ? 4u : 2u,
+                            modes.grad == Dtype::float32 ? 4u : 2u,
+                            moment_bytes,
+                            moment_bytes,
+                            moment_bytes,
+                            modes.master == Master::remainder ? 2u : 4u};
+  std::vector<std::pair<int64_t, double>> counted;  // hyper and step of each of the call's hypers
+  const std::vector<AdamwHyper> given = call.hypers;
+  if (columns.counters) call.hypers.clear();
+  const int64_t whole = modes.moment == Moment::uint8 ? 256 : 1;
   std::vector<Extent> extents;
-  extents.reserve(ranges.size() / 5 * 6);
-  for (size_t i = 0; i < ranges.size(); i += 5) {
-    const int64_t tensor = ranges[i], start = ranges[i + 1], stop = ranges[i + 2];
-    FASTPAR_CHECK(tensor >= 0 && tensor < n && 0 <= start && start <= stop &&
-                      stop <= columns[0][tensor].numel && ranges[i + 3] >= 0 &&
-                      ranges[i + 3] < hyper_count && ranges[i + 4] >= 0,
-                  "adamw_step: expected ranges within their lists, got range ", i / 5, "; use ",
+  extents.reserve(count * 6);
+  int64_t next = 0;  // among the random bits
+  for (size_t i = 0; i < count; ++i) {
+    const int64_t tensor = parts.cuts.empty() ? static_cast<int64_t>(i) : 0;
+    const int64_t size = columns.of[kParam][tensor].numel;
+    const int64_t start = parts.cuts.empty() ? 0 : parts.cuts[2 * i];
+    const int64_t stop = parts.cuts.empty() ? size : parts.cuts[2 * i + 1];
+    const int64_t first = parts.first_index.empty() ? next : parts.first_index[i];
+    int64_t hyper = parts.hyper.empty() ? 0 : parts.hyper[i];
+    next += (size + 255) / 256 * 256;
+    FASTPAR_CHECK(0 <= start && start <= stop && stop <= size && first >= 0 &&
+                      (start == stop || (start % whole == 0 && first % whole == 0)) && hyper >= 0 &&
+                      hyper < static_cast<int64_t>(given.size()),
+                  "adamw_step: expected parts within their lists, got part ", i, "; use ",
                   "kernels/adamw.py");
     if (start == stop) continue;
-    Address found[8] = {};
-    for (int c = 0; c < 8; ++c) {
-      if (columns[c].empty()) continue;
-      const Address offset = c < 6 ? start * bytes[c] : start / 256 * 4;
-      const Address size = c < 6 ? (stop - start) * bytes[c] : (stop - start + 255) / 256 * 4;
-      found[c] = columns[c][tensor].address + offset;
-      extents.push_back({found[c], found[c] + size, c, tensor});
+    if (columns.counters) {
+      const std::pair<int64_t, double> key{hyper, columns.count(tensor, 0.0f) + 1.0};
+      const auto same = std::find(counted.rbegin(), counted.rend(), key);
+      hyper = counted.rend() - same - 1;
+      if (same == counted.rend()) {
+        hyper = static_cast<int64_t>(counted.size());
+        counted.push_back(key);
+        call.hypers.push_back(given[key.first]);
+        call.hypers.back().step = key.second;
+      }
+    }
+    Address found[kColumns] = {};
+    for (int c = 0; c < kColumns; ++c) {
+      if (!columns.of[c]) continue;
+      const Address offset = c < kScale ? start * bytes[c] : start / 256 * 4;
+      const Address length =
+          c < kScale ? (stop - start) * bytes[c] : (stop - start + 255) / 256 * 4;
+      found[c] = columns.of[c][tensor].address + offset;
+      extents.push_back({found[c], found[c] + length, c, tensor});
     }
     call.ranges.push_back({at<void>(found[0]), at<void>(found[1]), at<void>(found[2]),
                            at<void>(found[3]), at<void>(found[4]), at<void>(found[5]),
-                           at<float>(found[6]), at<float>(found[7]), stop - start, ranges[i + 4],
-                           static_cast<int>(ranges[i + 3])});
+                           at<float>(found[6]), at<float>(found[7]), stop - start, first,
+                           static_cast<int>(hyper)});
   }
-  refuse_overlap(extents, zero_grad);
+  refuse_overlap(extents, modes.zero_grad);
   return call;
 }
 
-void step(const Columns& columns, const std::vector<int64_t>& ranges,
-          const std::vector<double>& hypers, const std::vector<Memory>& hypers_at,
-          const std::array<int, 4>& storage, bool maximize, bool zero_grad,
-          const Memory& grad_scale, const Memory& found_inf, uint64_t seed, int threads) {
-  const AdamwCall call = adamw_call(columns, ranges, hypers, hypers_at, storage, maximize,
-                                    zero_grad, grad_scale, found_inf, seed);
+int64_t run(const AdamwCall& call, const AdamwModes& modes, int threads) {
   adamw_step(call.ranges.data(), static_cast<int64_t>(call.ranges.size()), call.hypers.data(),
-             static_cast<int64_t>(call.hypers.size()), call.modes, threads);
+             static_cast<int64_t>(call.hypers.size()), modes, threads);
+  return 0;
 }
 
 #if FASTPAR_CUDA
-int64_t step_cuda(const Columns& columns, const std::vector<int64_t>& ranges,
-                  const std::vector<double>& hypers, const std::vector<Memory>& hypers_at,
-                  const std::array<int, 4>& storage, bool maximize, bool zero_grad,
-                  const Memory& grad_scale, const Memory& found_inf, uint64_t seed,
-                  Address stream) {
-  const AdamwCall call = adamw_call(columns, ranges, hypers, hypers_at, storage, maximize,
-                                    zero_grad, grad_scale, found_inf, seed);
+int64_t run_cuda(const AdamwCall& call, const AdamwModes& modes, Address stream) {
   return adamw_step_cuda(call.ranges.data(), static_cast<int64_t>(call.ranges.size()),
-                         call.hypers.data(), static_cast<int64_t>(call.hypers.size()), call.modes,
+                         call.hypers.data(), static_cast<int64_t>(call.hypers.size()), modes,
                          at<void>(stream));
 }
 #endif
+
+// The number of launches; None, and no step was made, for lists that kernels/adamw.py has to look
+// at.
+template <auto Run, class Where>
+std::optional<int64_t> step(const Rows& rows, int given, bool counted, const std::vector<int64_t>& hyper_index,
+          const std::vector<int64_t>& first_indices, const std::vector<int64_t>& cuts,
+          const std::vector<double>& hypers, const std::vector<Memory>& hyper_tensors,
+          const std::vector<int64_t>& hyper_slots, bool maximize, bool zero_grad,
+          const Memory& grad_scale, const Memory& found_inf, std::optional<uint64_t> seed,
+          Where where) {
+  const Columns columns(rows, given, counted);
+  auto modes = modes_of(columns, seed.has_value());
+  const bool on_host = columns.n == 0 || columns.of[kParam]->device == 0;
+  if (!modes || !columns.counts() || (counted && found_inf && !on_host)) return {};
+  modes->maximize = maximize;
+  modes->zero_grad = zero_grad;
+  modes->grad_scale = grad_scale.floats_or_null(1, "grad_scale");
+  modes->found_inf = found_inf.floats_or_null(1, "found_inf");
+  modes->seed = seed.value_or(0);
+  const int64_t launches = Run(adamw_call(columns, *modes, {hyper_index, first_indices, cuts},
+                                          {hypers, hyper_tensors, hyper_slots}),
+                               *modes, where);
+  if (counted && !(found_inf && *modes->found_inf != 0.0f)) {
+    for (int64_t i = 0; i < columns.n; ++i) columns.count(i, 1.0f);
+  }
+  return launches;
+}
+
+// Whether step() takes such lists.
+bool fits(const Rows& rows, int given, bool stochastic) {
+  return modes_of(Columns(rows, given, false), stochastic).has_value();
+}
 
 }  // namespace
 
 void bind_adamw(py::module_& m) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
-  m.def("adamw_step", &step, unlocked);
+  m.def("adamw_step", &step<run, int>, unlocked);
+  m.def("adamw_fits", &fits, unlocked);
 #if FASTPAR_CUDA
-  m.def("adamw_step_cuda", &step_cuda, unlocked);
+  m.def("adamw_step_cuda", &step<run_cuda, Address>, unlocked);
 #endif
 }
 

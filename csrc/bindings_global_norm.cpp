@@ -5,14 +5,17 @@
 namespace fastpar {
 namespace {
 
-std::vector<NormRange> norm_ranges(const std::vector<Memory>& tensors,
-                                   const std::vector<bool>& counted) {
+// counted: of each tensor, empty: all are.
+std::vector<NormRange> norm_ranges(const Rows& tensors, const std::vector<bool>& counted) {
+  FASTPAR_CHECK(tensors.are_usual() && (counted.empty() || counted.size() == tensors.size),
+                "norm_bins: expected contiguous float32, bfloat16 or float16 in one place, got ",
+                tensors.size, " tensors; use kernels/global_norm.py");
   std::vector<NormRange> ranges;
-  ranges.reserve(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const Memory& x = tensors[i];
-    const Dtype dtype = x.dtype("tensors");
-    ranges.push_back({x.of(dtype, x.numel, "tensors"), x.numel, dtype, counted.at(i)});
+  ranges.reserve(tensors.size);
+  for (size_t i = 0; i < tensors.size; ++i) {
+    const Listed& x = tensors[i];
+    ranges.push_back({at<const void>(x.address), x.numel, static_cast<Dtype>(x.type),
+                      counted.empty() || counted[i]});
   }
   return ranges;
 }
@@ -30,9 +33,10 @@ int64_t* words_of(const Memory& words) {
 void bind_global_norm(py::module_& m) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   m.attr("norm_words") = kNormWords;
+  m.def("are_usual", [](const Rows& tensors) { return tensors.are_usual(); });
   m.def(
       "norm_bins",
-      [](const std::vector<Memory>& tensors, const std::vector<bool>& counted, const Memory& words,
+      [](const Rows& tensors, const std::vector<bool>& counted, const Memory& words,
          int threads) {
         const auto ranges = norm_ranges(tensors, counted);
         norm_bins(ranges.data(), static_cast<int64_t>(ranges.size()), words_of(words), threads);
@@ -50,7 +54,7 @@ void bind_global_norm(py::module_& m) {
   m.def("norm_rows_cuda", &norm_rows_cuda);
   m.def(
       "norm_partials_cuda",
-      [](const std::vector<Memory>& tensors, const std::vector<bool>& counted, const Memory& rows,
+      [](const Rows& tensors, const std::vector<bool>& counted, const Memory& rows,
          Address stream) {
         const auto ranges = norm_ranges(tensors, counted);
         const int64_t count = static_cast<int64_t>(ranges.size());

@@ -92,6 +92,20 @@ bool read(PyObject* x, View& view) {
   return true;
 }
 
+bool read(PyObject* x, Rows& rows) {
+  Memory memory;
+  if (!read(x, memory) || memory.type != Type::i64 || memory.numel % kListed != 0) return false;
+  rows = {at<const Listed>(memory.address), static_cast<size_t>(memory.numel / kListed)};
+  return true;
+}
+
+bool Rows::are_usual() const {
+  return std::all_of(begin(), end(), [&](const Listed& x) {
+    return x.in_memory && x.contiguous && x.type <= static_cast<int64_t>(Type::f16) &&
+           x.device == first->device;
+  });
+}
+
 void* View::as(Type wanted, std::initializer_list<int64_t> sizes, const char* name) const {
   const bool same = dims == static_cast<int>(sizes.size()) &&
                     std::equal(sizes.begin(), sizes.end(), size.begin());

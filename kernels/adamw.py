@@ -32,12 +32,11 @@ from torch import Tensor
 
 from fastpar.kernels import _C, backend, choice
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
+from fastpar.kernels.lists import goes_at_once, rows_of
 from fastpar.kernels.op import check_scalar, define_op
 
 MOMENT_BLOCK = 256
-# Codes of csrc/ops.h.
-MOMENT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
-_MASTER_CODES = {None: 0, torch.float32: 1, torch.int16: 2, "stochastic": 3}
+MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 _COPIED_ELEMENTS = 1 << 26  # of scaled or widened gradients that exist at once
 
 
@@ -50,6 +49,9 @@ class Hyper(NamedTuple):
     eps: float | Tensor
     weight_decay: float | Tensor
     step: float | Tensor
+
+
+_LOWEST, _HIGHEST = Hyper(0, 0, 0, 0, 0, 1), Hyper(math.inf, 1, 1, math.inf, math.inf, math.inf)
 
 
 def check_one(
@@ -81,7 +83,7 @@ def check_one(
             " pass p.float(), made once before the first step"
         )
     moments = [exp_avg, exp_avg_sq, *([] if max_exp_avg_sq is None else [max_exp_avg_sq])]
-    kinds = (torch.float64,) if p.dtype == torch.float64 else tuple(MOMENT_CODES)
+    kinds = (torch.float64,) if p.dtype == torch.float64 else MOMENT_DTYPES
     if any(s.dtype != exp_avg.dtype or s.dtype not in kinds for s in moments):
         raise ValueError(
             "adamw_step_: expected exp_avgs, exp_avg_sqs and max_exp_avg_sqs of one dtype, fp32, "
@@ -142,14 +144,13 @@ def flatten_hypers(
     numbers: list[float] = []
     tensors, slots = [], []
     for row in rows:
-        for name, value in zip(Hyper._fields, row):
+        for name, value, low, high in zip(Hyper._fields, row, _LOWEST, _HIGHEST):
             if isinstance(value, Tensor):
                 check_scalar("adamw_step_", name, value, device)
                 tensors.append(value)
                 slots.append(len(numbers))
                 numbers.append(0.0)
                 continue
-            low, high = float(name == "step"), 1.0 if name.startswith("beta") else math.inf
             if not low <= value < high:
                 below = "" if high == math.inf else f" and < {high:g}"
                 do = "count from 1" if low else "correct the hyper-parameter"
@@ -158,6 +159,15 @@ def flatten_hypers(
                 )
             numbers.append(float(value))
     return numbers, tensors, slots
+
+
+def check_scalars(
+    grad_scale: Tensor | None, found_inf: Tensor | None, device: torch.device
+) -> None:
+    """Checks the tensors that a step reads on the parameters' device."""
+    for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf)):
+        if value is not None:
+            check_scalar("adamw_step_", name, value, device)
 
 
 def checked_seed(seed: int | None) -> int:
@@ -210,7 +220,7 @@ def _in_memory_order(t: Tensor, op: str) -> Tensor:
 
 def new_moment(param: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """A moment of zeros for a dense parameter, with its scales for torch.uint8."""
-    if dtype not in MOMENT_CODES:
+    if dtype not in MOMENT_DTYPES:
         raise ValueError(
             "new_moment: expected dtype torch.float32, torch.bfloat16 or torch.uint8, got "
             f"dtype={dtype}; choose one of these"
@@ -324,39 +334,63 @@ def master_join(param: Tensor, remainder: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
+def _server(p: Tensor, hyper_tensors: list[Tensor]) -> bool | None:
+    """Whether CUDA's kernel serves tensors like p, or the CPU's; None: torch's."""
+    if p.dtype in DTYPE_CODES and use_cuda("adamw_step_", p):
+        return True
+    on_gpu = p.is_cuda or backend.cuda_on_cpu
+    # torch's kernel would read tensors on the host, which waits and breaks a capture.
+    if hyper_tensors and on_gpu and choice.is_right("adamw_step_", p):
+        return True
+    return False if use_cpp("adamw_step_", p) else None
+
+
+def _is_direct(columns: list[list[Tensor]]) -> bool:
+    """Whether a call may go to _step_compiled past the dispatcher, which no tool then sees."""
+    if not goes_at_once(itertools.chain(*columns)):
+        return False
+    return columns[0][0].dtype in DTYPE_CODES and not torch.autograd._profiler_enabled()
+
+
+def _given(columns: list[list[Tensor]]) -> int:
+    """A bit for each of the lists that is given."""
+    return sum(1 << i for i, column in enumerate(columns) if column)
+
+
+def _fits(columns: list[list[Tensor]], stochastic: bool) -> bool:
+    """Whether _step_compiled makes the step of these lists."""
+    params, grads, *states = columns
+    rows = rows_of([*params, *itertools.chain(*states), *grads])
+    return _C.adamw_fits(rows, _given(columns), stochastic)
+
+
 def _step_compiled(
-    columns: list[list[Tensor]], grad_scale: Tensor | None, found_inf: Tensor | None,
-    ranges: list[int], hypers: list[float], hyper_tensors: list[Tensor], hyper_slots: list[int],
-    maximize: bool, zero_grad: bool, seed: int, threads: int, on_cuda: bool,
-) -> None:  # fmt: skip
-    params, grads = columns[0], columns[1]
-    same = [g.stride() == p.stride() for p, g in zip(params, grads)]
-    ordered = grads if all(same) else [in_order(g, p) for p, g in zip(params, grads)]
-    hypers_at: list[Tensor | None] = [None] * len(hypers)
-    for slot, t in zip(hyper_slots, hyper_tensors):
-        hypers_at[slot] = t
-    p, g, exp_avg = (column[0].dtype for column in columns[:3])
-    master = columns[5][0].dtype if columns[5] else "stochastic" if p == torch.bfloat16 else None
-    storage = [DTYPE_CODES[p], DTYPE_CODES[g], MOMENT_CODES[exp_avg], _MASTER_CODES[master]]
+    on_cuda: bool, columns: list[list[Tensor]], counters: list[Tensor], grad_scale: Tensor | None,
+    found_inf: Tensor | None, hyper_index: list[int], first_indices: list[int], cuts: list[int],
+    hypers: list[float], hyper_tensors: list[Tensor], hyper_slots: list[int], maximize: bool,
+    zero_grad: bool, seed: int | None, threads: int,
+) -> bool:  # fmt: skip
+    """Whether the step was made: not of lists with several dtypes or devices, with gradients in
+    another memory order, or that check_one refuses."""
+    params, grads, *states = columns
+    written = [*params, *itertools.chain(*states), *counters]
+    rows = rows_of([*written, *grads], len(written) + zero_grad * len(grads))
     call = (
-        [params, ordered, *columns[2:]], ranges, hypers, hypers_at, storage, maximize, zero_grad,
+        rows, _given(columns), bool(counters),
+        hyper_index, first_indices, cuts, hypers, hyper_tensors, hyper_slots, maximize, zero_grad,
         grad_scale, found_inf, seed,
     )  # fmt: skip
-    if on_cuda:
-        with torch.cuda.device_of(params[0]):
-            backend.cuda_kernels.adamw_step_cuda(*call, backend.cuda_stream(params[0]))
-    else:
-        _C.adamw_step(*call, threads)
-    if zero_grad:
-        for grad, used in zip(grads, ordered):
-            if used is not grad:
-                grad.zero_()
+    if not on_cuda:
+        return _C.adamw_step(*call, threads or torch.get_num_threads()) is not None
+    with torch.cuda.device_of(params[0]):
+        stream = backend.cuda_stream(params[0])
+        return backend.cuda_kernels.adamw_step_cuda(*call, stream) is not None
 
 
 def _step_torch(
     columns: list[list[Tensor]], grad_scale: Tensor | None, found_inf: Tensor | None,
-    ranges: list[int], hypers: list[float], hyper_tensors: list[Tensor], hyper_slots: list[int],
-    maximize: bool, zero_grad: bool,
+    hyper_index: list[int], cuts: list[int], hypers: list[float], hyper_tensors: list[Tensor],
+    hyper_slots: list[int], maximize: bool, zero_grad: bool,
 ) -> None:  # fmt: skip
     """torch's fused AdamW on fp32 tensors, then a copy to 16-bit parameters. Hyper-parameters that
     are tensors are read on the host."""
@@ -374,18 +408,18 @@ def _step_torch(
     for slot, t in zip(hyper_slots, hyper_tensors):
         hypers[slot] = t.item()
     by_hyper: dict[int, list[list[Tensor]]] = {}
-    for tensor, start, stop, hyper, _ in zip(*[iter(ranges)] * 5):
-        row = [column[tensor] for column in columns[:6] if column]
-        if stop - start != row[0].numel():
-            row = [t[start:stop] for t in row]
+    for i, hyper in enumerate(hyper_index):
+        row = [column[0 if cuts else i] for column in columns[:6] if column]
+        if cuts:
+            row = [t[cuts[2 * i] : cuts[2 * i + 1]] for t in row]
         by_hyper.setdefault(hyper, []).append(row)
     how = grad_scale, found_inf, maximize, bool(columns[4]), half
-    for hyper, rows in by_hyper.items():
+    for hyper, these in by_hyper.items():
         taken = elements = 0
-        for i, row in enumerate(rows):
+        for i, row in enumerate(these):
             elements += row[0].numel()
-            if elements > _COPIED_ELEMENTS or i == len(rows) - 1:
-                _fused_torch(rows[taken : i + 1], hypers[6 * hyper : 6 * hyper + 6], *how)
+            if elements > _COPIED_ELEMENTS or i == len(these) - 1:
+                _fused_torch(these[taken : i + 1], hypers[6 * hyper : 6 * hyper + 6], *how)
                 taken, elements = i + 1, 0
     for row in itertools.chain(*by_hyper.values()) if zero_grad else ():
         row[1].zero_()
@@ -419,68 +453,48 @@ def _run(
     params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
     max_exp_avg_sqs: list[Tensor], master_weights: list[Tensor], exp_avg_scales: list[Tensor],
     exp_avg_sq_scales: list[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None,
-    ranges: list[int], hypers: list[float], hyper_tensors: list[Tensor], hyper_slots: list[int],
-    maximize: bool, zero_grad: bool, seed: int, threads: int,
+    hyper_index: list[int], first_indices: list[int], cuts: list[int], hypers: list[float],
+    hyper_tensors: list[Tensor], hyper_slots: list[int], maximize: bool, zero_grad: bool, seed: int,
+    threads: int,
 ) -> None:  # fmt: skip
     states = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs, master_weights)
     columns = [params, grads, *states, exp_avg_scales, exp_avg_sq_scales]
-    call = (columns, grad_scale, found_inf, ranges, hypers, hyper_tensors, hyper_slots)
-    on_cuda = params[0].dtype in DTYPE_CODES and use_cuda("adamw_step_", params[0])
-    if hyper_tensors and not on_cuda and (params[0].is_cuda or backend.cuda_on_cpu):
-        # torch's kernel would read them on the host, which waits and breaks a capture.
-        on_cuda = choice.is_right("adamw_step_", params[0])
-    if on_cuda or use_cpp("adamw_step_", params[0]):
-        threads = threads or torch.get_num_threads()
-        _step_compiled(*call, maximize, zero_grad, seed, threads, on_cuda)
-    else:
-        _step_torch(*call, maximize, zero_grad)
-    # Memory written through pointers: autograd must know that these tensors changed.
-    written = [t for i, column in enumerate(columns) if i != 1 or zero_grad for t in column]
-    torch.autograd.graph.increment_version(written)
-
-
-_accepted: set[tuple] = set()  # kinds of rows that check_one has accepted
-
-
-def _have_one_form(columns: list[list[Any]]) -> bool:
-    """Whether only dtypes could make check_one refuse a row of these lists, which have one kind."""
-    params, grads = columns[:2]
-    shapes, device = [p.shape for p in params], params[0].device
-    forms = dict.fromkeys(range(6), shapes)
-    if columns[6][0] is not None:
-        forms[6] = forms[7] = [(-(-p.numel() // MOMENT_BLOCK),) for p in params]
-    for i, column in enumerate(columns):
-        if column[0] is None:
-            continue
-        if [t.device for t in column] != [device] * len(column):
-            return False
-        if [t.shape for t in column] != forms[i]:
-            return False
-        if column is not grads and False in [t.is_contiguous() for t in column]:
-            return False
-    return True
+    numbers = hypers, hyper_tensors, hyper_slots
+    on_cuda = _server(params[0], hyper_tensors)
+    if on_cuda is None:
+        _step_torch(
+            columns, grad_scale, found_inf, hyper_index, cuts, *numbers, maximize, zero_grad
+        )
+        # Below autograd torch does not: a call through the dispatcher is there.
+        changed = [params, *states, *columns[6:], grads if zero_grad else []]
+        torch.autograd.graph.increment_version([*itertools.chain(*changed)])
+        return
+    ordered = [in_order(g, p) for p, g in zip(params, grads)]
+    done = _step_compiled(
+        on_cuda, [params, ordered, *columns[2:]], [], grad_scale, found_inf, hyper_index,
+        first_indices, cuts, *numbers, maximize, zero_grad, seed, threads,
+    )  # fmt: skip
+    assert done, "adamw_step_: the compiled kernel does not take lists that check_one takes"
+    if zero_grad:
+        for grad, used in zip(grads, ordered):
+            if used is not grad:
+                grad.zero_()
 
 
 _adamw_step = define_op(
     "adamw_step_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, "
     "Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] master_weights, "
     "Tensor(g!)[] exp_avg_scales, Tensor(h!)[] exp_avg_sq_scales, Tensor? grad_scale, "
-    "Tensor? found_inf, int[] ranges, float[] hypers, Tensor[] hyper_tensors, int[] hyper_slots, "
-    "bool maximize, bool zero_grad, int seed, int threads) -> ()",
+    "Tensor? found_inf, int[] hyper_index, int[] first_indices, int[] cuts, float[] hypers, "
+    "Tensor[] hyper_tensors, int[] hyper_slots, bool maximize, bool zero_grad, int seed, "
+    "int threads) -> ()",
     _run,
 )
 
 
-def _call(
-    columns: list[list[Tensor]], grad_scale: Tensor | None, found_inf: Tensor | None,
-    ranges: list[int], hypers: Hyper | Sequence[Hyper], *flags: Any,
-) -> None:  # fmt: skip
+def _call(columns: list[list[Tensor]], *args: Any) -> None:
     """The op on gradients whose memory holds their values; see Op's [Note: unusual tensors]."""
-    grads, device = columns[1], columns[0][0].device
-    for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf)):
-        if value is not None:
-            check_scalar("adamw_step_", name, value, device)
-    args = grad_scale, found_inf, ranges, *flatten_hypers(hypers, device), *flags
+    grads = columns[1]
     # Compiled code cannot check; its gradients come from compiled code, which negates at once.
     if torch.compiler.is_compiling() or not any(map(Tensor.is_neg, grads)):
         _adamw_step(*columns, *args)
@@ -556,49 +570,71 @@ def adamw_step_(
         return
     count = 1 if isinstance(hypers, Hyper) else len(hypers)
     indices = [0] * n if hyper_index is None else list(hyper_index)
-    if (hyper_index is None and count != 1) or False in [0 <= h < count for h in indices]:
+    if (hyper_index is None and count != 1) or min(indices) < 0 or max(indices) >= count:
         raise ValueError(
             f"adamw_step_: expected hyper_index to name one of {count} hypers for each parameter, "
             f"got hyper_index={hyper_index}; pass one Hyper, or an index for each parameter"
         )
     seed, threads = checked_seed(stochastic_rounding_seed), checked_threads(threads)
-    nothing: list[Tensor | None] = [None] * n
-    optional = [
-        nothing if given is None else given
-        for given in (max_exp_avg_sqs, master_weights, exp_avg_scales, exp_avg_sq_scales)
-    ]
-    columns: list[list[Any]] = [*map(list, (params, grads, exp_avgs, exp_avg_sqs, *optional))]
-    stochastic = stochastic_rounding_seed is not None
-    if first_indices is None:
-        sizes = [-(-p.numel() // MOMENT_BLOCK) * MOMENT_BLOCK for p in params]
-        first_indices = [*itertools.accumulate(sizes, initial=0)]
-    dtypes = ([None if t is None else t.dtype for t in column] for column in columns)
+    columns: list[list[Any]] = [*map(list, (params, grads, exp_avgs, exp_avg_sqs))]
+    for given in (max_exp_avg_sqs, master_weights, exp_avg_scales, exp_avg_sq_scales):
+        columns.append([] if given is None or not any(t is not None for t in given) else [*given])
+    firsts = [] if first_indices is None else list(first_indices)
+    for i, first in enumerate(firsts):
+        if first < 0 or (first % MOMENT_BLOCK and exp_avgs[i].dtype == torch.uint8):
+            raise ValueError(
+                "adamw_step_: expected first_indices >= 0 and multiples of 256 for uint8 "
+                f"moments, got first_indices[{i}]={first}; cut at multiples of 256"
+            )
+    scalars, stochastic = (grad_scale, found_inf), stochastic_rounding_seed is not None
+    if _is_direct(columns):
+        check_scalars(*scalars, params[0].device)
+        numbers = flatten_hypers(hypers, params[0].device)
+        server = _server(params[0], numbers[1])
+        if server is not None and _step_compiled(
+            server, columns, [], *scalars, indices, firsts, [], *numbers, maximize, zero_grad,
+            seed if stochastic else None, threads,
+        ):  # fmt: skip
+            return
+    full = [column or [None] * n for column in columns]
     groups: dict[tuple, list[int]] = {}
+    dtypes = [[None if t is None else t.dtype for t in column] for column in full]
     for i, kind in enumerate(zip([p.device for p in params], *dtypes)):
         groups.setdefault(kind, []).append(i)
-    calls = []
-    for kind, rows in groups.items():
-        chosen = columns if len(rows) == n else [[column[i] for i in rows] for column in columns]
-        # Of ordinary tensors all lists at once, in a microsecond each; the rest one by one.
-        if (kind, stochastic) not in _accepted or not _have_one_form(chosen):
-            for i, row in zip(rows, zip(*chosen)):
-                p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, master, *scales = row
-                check_one(i, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, master, scales, stochastic)
-            _accepted.add((kind, stochastic))
-        whole = MOMENT_BLOCK if chosen[2][0].dtype == torch.uint8 else 1
-        ranges: list[int] = []
-        for place, i in enumerate(rows):
-            first = first_indices[i]
-            if first < 0 or first % whole:
-                raise ValueError(
-                    "adamw_step_: expected first_indices >= 0 and multiples of 256 for uint8 "
-                    f"moments, got first_indices[{i}]={first}; cut at multiples of 256"
-                )
-            ranges += (place, 0, params[i].numel(), indices[i], first)
-        calls.append(([[] if c[0] is None else c for c in chosen], ranges))
-    for chosen, ranges in calls:
-        flags = maximize, zero_grad, seed, threads
-        _call(chosen, grad_scale, found_inf, ranges, hypers, *flags)
+    parts = [
+        [[c[i] for i in chosen] if c[chosen[0]] is not None else [] for c in full]
+        for chosen in groups.values()
+    ]
+    at_once = len(parts) > 1 and goes_at_once(itertools.chain(*itertools.chain(*parts)))
+    if not (at_once and all(_fits(part, stochastic) for part in parts)):
+        for i, row in enumerate(zip(*full)):
+            p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, master, *scales = row
+            check_one(i, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, master, scales, stochastic)
+    sizes = [-(-p.numel() // MOMENT_BLOCK) * MOMENT_BLOCK for p in params]
+    firsts = firsts or [*itertools.accumulate(sizes, initial=0)]
+    for (device, *_), chosen, part in zip(groups, groups.values(), parts):
+        places = [indices[i] for i in chosen], [firsts[i] for i in chosen]
+        check_scalars(*scalars, device)
+        numbers = flatten_hypers(hypers, device)
+        _call(part, *scalars, *places, [], *numbers, maximize, zero_grad, seed, threads)
+
+
+def step_counted(
+    columns: list[list[Tensor]], counters: list[Tensor], hypers: Sequence[Hyper],
+    hyper_index: Sequence[int], first_indices: Sequence[int], grad_scale: Tensor | None,
+    found_inf: Tensor | None, maximize: bool, zero_grad: bool, seed: int | None,
+) -> bool:  # fmt: skip
+    """adamw_step_ of whole lists, [] for those that are not given, that reads its steps from the
+    counters on the host, and counts if it steps. False, and nothing was done: not for all lists."""
+    if not _is_direct(columns):
+        return False
+    check_scalars(grad_scale, found_inf, columns[0][0].device)
+    numbers = flatten_hypers(hypers, columns[0][0].device)
+    server = _server(columns[0][0], [])
+    return server is not None and _step_compiled(
+        server, columns, counters, grad_scale, found_inf, hyper_index, first_indices, [], *numbers,
+        maximize, zero_grad, seed, 0,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -637,7 +673,7 @@ def adamw_step_flat_(
         )
     count = 1 if isinstance(hypers, Hyper) else len(hypers)
     whole = MOMENT_BLOCK if exp_avg.dtype == torch.uint8 else 1
-    flat: list[int] = []
+    cuts: list[int] = []
     for i, (start, stop, hyper, first_index) in enumerate(ranges):
         if (
             not (0 <= start <= stop <= param.numel() and 0 <= hyper < count and first_index >= 0)
@@ -650,9 +686,12 @@ def adamw_step_flat_(
                 f"of {whole}, got ranges[{i}]={(start, stop, hyper, first_index)}; "
                 "cut ranges within the buffer, for uint8 moments at multiples of 256"
             )
-        flat += (0, start, stop, hyper, first_index)
-    if not flat:
+        cuts += (start, stop)
+    if not cuts:
         return
     columns = [[] if t is None else [t] for t in (param, grad, *states, *scales)]
+    check_scalars(grad_scale, found_inf, param.device)
+    places = [r[2] for r in ranges], [r[3] for r in ranges], cuts
     flags = zero_grad, checked_seed(stochastic_rounding_seed), checked_threads(threads)
-    _call(columns, grad_scale, found_inf, flat, hypers, maximize, *flags)
+    numbers = flatten_hypers(hypers, param.device)
+    _call(columns, grad_scale, found_inf, *places, *numbers, maximize, *flags)

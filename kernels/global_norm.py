@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
+from fastpar.kernels.lists import are_usual, rows_of
 from fastpar.kernels.op import check_scalar, define_op
 
 # As in csrc/norm_math.h.
@@ -39,7 +40,7 @@ def _partials(tensors: list[Tensor], counted: list[bool]) -> tuple[Tensor, int]:
     """CUDA's rows of bins, and how many of them are filled."""
     kernels, first = backend.cuda_kernels, tensors[0]
     rows = first.new_empty(kernels.norm_rows_cuda(len(tensors)), NORM_WORDS, dtype=torch.int64)
-    filled = kernels.norm_partials_cuda(tensors, counted, rows, backend.cuda_stream(first))
+    filled = kernels.norm_partials_cuda(rows_of(tensors), counted, rows, backend.cuda_stream(first))
     return rows, filled
 
 
@@ -108,7 +109,7 @@ def _norm_bins(tensors: list[Tensor], counted: list[bool]) -> Tensor:
     if not use_cpp("norm_bins", first):
         return _composed_bins(tensors, counted)
     bins = torch.zeros(NORM_WORDS, dtype=torch.int64, device="cpu")
-    _C.norm_bins(tensors, counted, bins, torch.get_num_threads())
+    _C.norm_bins(rows_of(tensors), counted, bins, torch.get_num_threads())
     return bins
 
 
@@ -163,6 +164,8 @@ def _checked(
     op: str, tensors: Sequence[Tensor], counted: Sequence[bool] | None
 ) -> tuple[list[Tensor], list[bool]]:
     counted = [True] * len(tensors) if counted is None else [bool(c) for c in counted]
+    if len(counted) == len(tensors) and are_usual(tensors):
+        return list(tensors), counted
     if len(counted) != len(tensors):
         raise ValueError(
             f"{op}: expected one entry of counted for each tensor, got {len(counted)} for "
@@ -184,7 +187,7 @@ def _checked(
                 f"{tensors[0].device}; add norm_bins of each device"
             )
     tensors = [t.float() if t.dtype == torch.float64 else t for t in tensors]
-    return [t if t.is_contiguous() else t.contiguous() for t in tensors], counted
+    return [t.resolve_neg().contiguous() for t in tensors], counted
 
 
 def _clip(

@@ -482,7 +482,7 @@ def refuse_ddp(model: nn.Module) -> None:
 
 
 _lock = threading.Lock()
-_installed = False
+_guarded = 0
 
 
 class _ThreadEngines(threading.local):
@@ -500,21 +500,28 @@ def guard_optimizers(engine: Any) -> None:
 
     Called for each engine; the hook is installed once per process.
     """
-    global _installed
+    global _guarded
     _here.engines.add(engine)
     with _lock:
-        if not _installed:
+        _guarded += 1
+        if _guarded == 1:
             register_optimizer_step_pre_hook(_before_step)
-            _installed = True
+
+
+def engines_made() -> int:
+    """How many engines this process has made: until then a parameter's engine stays the same."""
+    return _guarded
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not getattr(optimizer, "steps_engines", False):
+    steps_engines = getattr(optimizer, "steps_engines", False)
+    if not steps_engines:
         _refuse_sharded(optimizer)
-    groups = optimizer.param_groups if _here.engines else ()
-    params = [p for group in groups for p in group["params"]]
-    found = zip(params, engines_of(params))
-    strangers = {p for p, engine in found if engine is None and p.requires_grad}
+    if not _here.engines:
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    owners = optimizer.members().owners if steps_engines else engines_of(params)  # type: ignore[attr-defined]
+    strangers = {p for p, engine in zip(params, owners) if engine is None and p.requires_grad}
     for engine in list(_here.engines) if strangers else ():
         model = engine.shards.model()
         if model is not None and not strangers.isdisjoint(model.parameters()):

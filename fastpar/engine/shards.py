@@ -314,6 +314,14 @@ class Shards:
         values = p if here else bucket.slot_of(bucket.stepped, position)
         return Piece(values, bucket.grad_of(position), 0)
 
+    def are_stepped_in_place(self) -> bool:
+        """Whether every piece is the parameter, with p.grad."""
+        for bucket in self.buckets:
+            bucket.storage.await_weights(bucket)
+            if self.stage.shards or bucket.stepped is not bucket.shard or bucket.casts:
+                return False
+        return True
+
     def pieces(self) -> dict[Tensor, tuple[Tensor, Tensor | None, int]]:
         """piece() of all."""
         found: dict[Tensor, tuple[Tensor, Tensor | None, int]] = {}
@@ -321,8 +329,6 @@ class Shards:
             bucket.storage.await_weights(bucket)
             if self.stage.shards:
                 found.update(zip(bucket.params, bucket.all_pieces()))
-            elif bucket.stepped is bucket.shard and not bucket.casts:
-                found.update({p: (p, p.grad, 0) for p in bucket.params})
             else:
                 found.update({p: self.piece(p) for p in bucket.params})
         return found

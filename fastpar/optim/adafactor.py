@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fastpar.engine.engine import engine_of_parameter
-from fastpar.optim.base import EngineOptimizer, Row, check_ranges, pair
+from fastpar.optim.base import EngineOptimizer, Row, Rows, check_ranges, pair
 from fastpar.optim.state import (
     HALF,
     OF_WEIGHTS,
@@ -146,7 +146,7 @@ class Adafactor(EngineOptimizer):
 
     # The step
 
-    def _update(self, rows: list[Row], factor: Tensor | None, found: Tensor | None) -> None:
+    def _update(self, rows: Rows | list[Row], factor: Tensor | None, found: Tensor | None) -> None:
         if found is not None and found.item():
             return
         for i, group in enumerate(self.param_groups):

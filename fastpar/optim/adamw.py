@@ -21,17 +21,19 @@ import functools
 import hashlib
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastpar.engine.engine import engine_of_parameter
-from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_
+from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_, step_counted
 from fastpar.optim.base import (
     EngineOptimizer,
     Row,
+    Rows,
     check_memory,
     check_overlap,
     check_ranges,
@@ -52,6 +54,19 @@ from fastpar.optim.state import (
 
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 _HOST = torch.device("cpu")
+
+
+class _Plan(NamedTuple):
+    """What a step may repeat while parameters, states and kinds of groups are the same objects."""
+
+    params: Sequence[Tensor]
+    pieces: Sequence[Tensor]
+    groups: Sequence[int]
+    kinds: list[tuple[bool, bool, bool]]
+    known: tuple[list[Any], list[Any]]  # keys and values of the optimizer's state
+    states: list[dict[str, Any]]  # of the rows
+    names: list[str | None]  # the entry of each of the kernel's lists
+    firsts: list[int]
 
 
 class AdamW(EngineOptimizer):
@@ -112,6 +127,7 @@ class AdamW(EngineOptimizer):
     """
 
     steps_on_host = True
+    _plan: _Plan | None = None
     _attributes: tuple[str, ...] = ("storage", "seed", "zero_grad_in_step")
     _in_state_dict = frozenset({"seed"})
     _not_in_groups: tuple[str, ...] = (
@@ -200,7 +216,7 @@ class AdamW(EngineOptimizer):
     # The step
 
     def _check_capture(self) -> None:
-        first = next((p for group in self.param_groups for p in group["params"]), None)
+        first = next((group["params"][0] for group in self.param_groups if group["params"]), None)
         if first is None or not capturing(first.device):
             return
         if not all(g["capturable"] for g in self.param_groups):
@@ -216,10 +232,67 @@ class AdamW(EngineOptimizer):
                     "the capture"
                 )
 
-    def _update(self, rows: list[Row], factor: Tensor | None, found: Tensor | None) -> None:
-        for device, batch in self._batches(rows):
+    def _update(self, rows: Rows | list[Row], factor: Tensor | None, found: Tensor | None) -> None:
+        rows = Rows.of(rows)
+        if self._step_as_planned(rows, factor, found):
+            return
+        batches = self._batches(rows)
+        for device, batch in batches:
             factor, found = (t if t is None else t.to(device) for t in (factor, found))
             self._call(batch, device, factor, found)()
+        self._plan = self._planned(rows) if len(batches) == 1 else None
+
+    def _planned(self, rows: Rows) -> _Plan | None:
+        """What the next step may repeat, after one that has completed the states."""
+        options, dtype = self.param_groups[rows.groups[0]], rows.pieces[0].dtype
+        names = [None, None, *map(self.storage.moment_entry, moment_names(options["amsgrad"]))]
+        names += [None] * (not options["amsgrad"]) + [master_entry(dtype, self.master_weights)]
+        scales = self.storage.moment_dtype == torch.uint8
+        names += ["exp_avg_scale", "exp_avg_sq_scale"] if scales else [None, None]
+        firsts = self._first_indices(rows) if self.storage.random else []
+        if any(p.dtype != dtype for p in rows.pieces):
+            return None  # no one list of masters
+        states = [self.state[p] for p in rows.params]
+        known = [*self.state], [*self.state.values()]
+        return _Plan(
+            rows.params, rows.pieces, rows.groups, self._kinds(), known, states, names, firsts
+        )
+
+    def _kinds(self) -> list[tuple[bool, bool, bool]]:
+        return [(g["maximize"], g["amsgrad"], g["capturable"]) for g in self.param_groups]
+
+    def _step_as_planned(self, rows: Rows, factor: Tensor | None, found: Tensor | None) -> bool:
+        """Make a step like the last one: of the same parameters and states, with other gradients.
+        False, and nothing was done: something has changed, or this is no step for the kernel."""
+        plan = self._plan
+        if (
+            plan is None
+            or plan.kinds != self._kinds()
+            or not (found is None or found.is_cpu)
+            or not _same(rows.params, plan.params)
+            or not _same(rows.pieces, plan.pieces)
+            or not _same([*self.state], plan.known[0])
+            or not _same([*self.state.values()], plan.known[1])
+            or any(capturable for _, _, capturable in plan.kinds)
+        ):
+            return False
+        hypers: list[Hyper] = []
+        for group in self.param_groups:
+            values = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
+            if Tensor in map(type, values):
+                return False
+            hypers.append(Hyper(*values, 1.0))
+        try:
+            lists = [[s[n] for s in plan.states] if n else [] for n in plan.names]
+            steps = [s["step"] for s in plan.states]
+        except KeyError:
+            return False
+        lists[:2] = [*rows.pieces], [*rows.grads]
+        seed = self.seed if self.storage.random else None
+        return step_counted(
+            lists, steps, hypers, plan.groups, plan.firsts, factor, found,
+            plan.kinds[0][0], self.zero_grad_in_step, seed,
+        )  # fmt: skip
 
     def prepare(self, rows: list[Row], factor: Tensor | None) -> list[Callable[[], object]]:
         """The kernel calls of a step with the present options, for another thread.
@@ -229,7 +302,7 @@ class AdamW(EngineOptimizer):
         """
         return [self._call(batch, device, factor, None) for device, batch in self._batches(rows)]
 
-    def _batches(self, rows: list[Row]) -> list[tuple[torch.device, list[Row]]]:
+    def _batches(self, rows: Rows | list[Row]) -> list[tuple[torch.device, list[Row]]]:
         batches: dict[tuple, list[Row]] = {}
         for row in rows:
             group = self.param_groups[row.group]
@@ -286,7 +359,7 @@ class AdamW(EngineOptimizer):
 
         return step
 
-    def _first_indices(self, rows: Sequence[Row]) -> list[int]:
+    def _first_indices(self, rows: Iterable[Row]) -> list[int]:
         """Index of each piece's first element among the random bits; see "Random bits"."""
         given: dict[Tensor, str] = {}
         for group in self.param_groups:
@@ -378,6 +451,10 @@ class AdamW(EngineOptimizer):
             found.update(self.storage.convert_moment(saved, name, p, copy=copy))
         return found
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._plan = None  # it would keep the old state alive
+        super().__setstate__(state)
+
     def state_dict(self) -> dict[str, Any]:
         """Like torch's, with the seed if steps draw random bits: see Ranks and State above."""
         state_dict = super().state_dict()
@@ -399,6 +476,11 @@ def _random_place(name: str) -> int:
     """The start of a parameter among 2^62 random numbers: two hardly ever overlap."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:8], "little") // 4 // MOMENT_BLOCK * MOMENT_BLOCK
+
+
+def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    """Whether two lists have the same objects."""
+    return len(these) == len(those) and all(map(operator.is_, these, those))
 
 
 def _count(counters: list[Tensor], by: Tensor | float = _ONE) -> None:

@@ -21,16 +21,17 @@ import functools
 import itertools
 import math
 import numbers
+import operator
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fastpar.engine.absent import engines_of
+from fastpar.engine.absent import engines_made, engines_of
 from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.kernels.adamw import is_dense
 from fastpar.kernels.global_norm import (
@@ -193,6 +194,9 @@ def scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
     return value.to(device, torch.float32).reshape(())
 
 
+_layout = operator.attrgetter("layout")
+
+
 def check_host(optimizer: Any, engine: Any) -> None:
     """Refuse an optimizer that cannot step on the host if the engine offloads its state."""
     if engine is not None and engine.shards.storage.steps_later and not optimizer.steps_on_host:
@@ -206,12 +210,16 @@ def check_host(optimizer: Any, engine: Any) -> None:
 def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
     """Keep torch.compile from tracing the method; see the top of this file."""
 
+    disabled: list[Callable[..., Any]] = []
+
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         compiler = sys.modules.get("torch._dynamo")
         if compiler is None or not hasattr(compiler, "disable"):  # absent, or being imported
             return method(*args, **kwargs)
-        return compiler.disable(method)(*args, **kwargs)
+        if not disabled:
+            disabled.append(compiler.disable(method))  # 40 us
+        return disabled[0](*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return call
@@ -232,6 +240,39 @@ class Row(NamedTuple):
     position: int  # among all parameters of the optimizer
     start: int  # the piece's first element
     engine: Engine | None
+
+
+class Rows:
+    """Rows, kept as columns: a step of many small tensors is as long as making them.
+
+    Attributes: the fields of Row, a sequence each.
+    """
+
+    def __init__(self, columns: Sequence[Sequence[Any]]) -> None:
+        self._columns = columns
+        self.params, self.pieces, self.grads, self.groups, *_ = columns
+
+    @classmethod
+    def of(cls, rows: Rows | Iterable[Row]) -> Rows:
+        """The same rows."""
+        return rows if isinstance(rows, Rows) else cls([*zip(*rows)] or [()] * len(Row._fields))
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(Row._make, zip(*self._columns))
+
+
+class Members(NamedTuple):
+    """The parameters of an optimizer, in the order of its groups."""
+
+    params: list[Tensor]
+    owners: list[Engine | None]
+    groups: list[int]
+    engines: list[Engine]  # each once
+    sizes: list[int]  # of the groups
+    engines_made: int  # when this was found
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -310,8 +351,24 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def engines(self) -> list[Engine]:
         """The engines of the parameters, each once."""
-        found = engines_of([p for g in self.param_groups for p in g["params"]])
-        return [e for e in dict.fromkeys(found) if e is not None]
+        return self.members().engines
+
+    def members(self) -> Members:
+        """The parameters with their engines; found anew when the groups or engines change."""
+        params = [p for g in self.param_groups for p in g["params"]]
+        sizes = [len(g["params"]) for g in self.param_groups]
+        known: Members | None = self.__dict__.get("_known_members")
+        if (
+            known is None
+            or (known.sizes, known.engines_made) != (sizes, engines_made())
+            or not all(map(operator.is_, params, known.params))
+        ):
+            owners = engines_of(params)
+            groups = [i for i, size in enumerate(sizes) for _ in range(size)]
+            engines = [e for e in dict.fromkeys(owners) if e is not None]
+            known = Members(params, owners, groups, engines, sizes, engines_made())
+            self._known_members = known
+        return known
 
     # The step
 
@@ -340,10 +397,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         For captured graphs: does not call engines. Sets grad_norm.
         """
         engines = list({id(row.engine): row.engine for row in rows if row.engine}.values())
-        factor, found = self._factor(rows, [], engines)
+        factor, found = self._factor(Rows.of(rows), [], engines)
         self._update(rows, factor, found)
 
-    def begin_step(self) -> tuple[list[Engine], list[Row], Tensor | None, Tensor | None]:
+    def begin_step(self) -> tuple[list[Engine], Rows, Tensor | None, Tensor | None]:
         """Finish the engines' reductions and agree with the other ranks on this step.
 
         Sets grad_norm and skipped. No host synchronization.
@@ -356,7 +413,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             RuntimeError: a sparse gradient; an optimizer older than the engine; GradScaler with
                 gradients that it does not see.
         """
-        engines = self.engines()
+        params, owners, groups, engines, *_ = self.members()
         if engines:
             self._check_age()
         if self.found_inf is not None:
@@ -364,19 +421,25 @@ class EngineOptimizer(torch.optim.Optimizer):
         for engine in engines:
             engine.before_step(self)
         measures = self._scaled or self.max_grad_norm is not None
-        rows: list[Row] = []
-        params = [(i, p) for i, group in enumerate(self.param_groups) for p in group["params"]]
-        owners = engines_of([p for _, p in params])
-        pieces = {e: e.shards.pieces() for e in engines}
-        for position, ((i, p), of) in enumerate(zip(params, owners)):
-            piece, grad, start = (p, p.grad, 0) if of is None else pieces[of][p]
-            if grad is not None:
-                rows.append(Row(p, piece, grad, i, position, start, of))
-        if strange := [row for row in rows if row.grad.layout is not torch.strided]:
+        n = len(params)
+        pieces, starts = params, [0] * n
+        if all(e.shards.are_stepped_in_place() for e in engines):
+            grads = [p.grad for p in params]
+        else:
+            of = {e: e.shards.pieces() for e in engines}
+            found = [(p, p.grad, 0) if e is None else of[e][p] for p, e in zip(params, owners)]
+            pieces, grads, starts = map(list, zip(*found))
+        rows = Rows((params, pieces, grads, groups, range(n), starts, owners))
+        if any(map(operator.is_, grads, itertools.repeat(None))):
+            rows = Rows.of(row for row in rows if row.grad is not None)
+        strange = {*map(_layout, rows.grads)} - {torch.strided}
+        if strange:
             raise RuntimeError(
                 f"{type(self).__name__}.step: expected dense gradients, got layout="
-                f"{strange[0].grad.layout}; build the embedding with sparse=False"
+                f"{strange.pop()}; build the embedding with sparse=False"
             )
+        if not engines:
+            return engines, rows, *self._factor(rows, [], engines)
         owned: dict[int, list[tuple[Tensor, bool]]] = {id(e): [] for e in engines}
         if measures and any(e.shares for e in engines):
             for row in rows:
@@ -386,7 +449,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         for engine in engines:
             without = engine.without_grad()
             if without:
-                rows = [row for row in rows if row.param not in without]
+                rows = Rows.of(row for row in rows if row.param not in without)
         factor, found = self._factor(rows, [b for b in bins if b is not None], engines)
         return engines, rows, factor, found
 
@@ -447,7 +510,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return engine.exchange(norm_bins(tensors, counted=counted, out=none))
 
     def _factor(
-        self, rows: list[Row], bins: list[Tensor], engines: list[Engine]
+        self, rows: Rows, bins: list[Tensor], engines: list[Engine]
     ) -> tuple[Tensor | None, Tensor | None]:
         """The factor of gradients, and the flag under which nothing may change.
 
@@ -458,7 +521,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         limit, scaled, tokens = self.max_grad_norm, self._scaled, self._tokens(engines)
         if not rows:
             return None, None
-        device = engines[0].mesh.device if engines else rows[0].grad.device
+        device = engines[0].mesh.device if engines else rows.grads[0].device
         loss_scale = scalar(self.grad_scale, device) if scaled else None
         if tokens is not None:
             tokens = tokens.to(device, torch.float32).reshape(())
@@ -471,7 +534,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             if loss_scale is None:
                 return None, None
             return torch.ones((), device=device, dtype=torch.float32) / loss_scale, known
-        whole = [row.grad for row in rows if row.engine is None or not row.engine.steps_pieces]
+        parts = {e for e in engines if e.steps_pieces}
+        whole = [row.grad for row in rows if row.engine not in parts] if parts else rows.grads
         max_norm = None if limit == math.inf else limit
         norm = _norm(whole, bins, device, max_norm=max_norm, loss_scale=loss_scale)
         self.grad_norm = norm.norm
@@ -676,7 +740,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _check_capture(self) -> None:
         """Refuse a step that a CUDA graph cannot capture."""
 
-    def _update(self, rows: list[Row], factor: Tensor | None, found: Tensor | None) -> None:
+    def _update(self, rows: Rows | list[Row], factor: Tensor | None, found: Tensor | None) -> None:
         """Update the rows; gradients are multiplied by factor, nothing changes under found."""
         raise NotImplementedError
 
@@ -696,7 +760,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 
 def _norm(
-    whole: list[Tensor],
+    whole: Sequence[Tensor],
     bins: list[Tensor],
     device: torch.device,
     *,
@@ -705,8 +769,8 @@ def _norm(
 ) -> GlobalNorm:
     """The norm of gradients on one or several devices and of bins, on the device."""
     by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in whole:
-        by_device.setdefault(grad.device, []).append(grad)
+    for grad, where in zip(whole, [grad.device for grad in whole]):
+        by_device.setdefault(where, []).append(grad)
     lists = list(by_device.values())
     if len(lists) == 1 and not bins:
         return global_norm(lists[0], max_norm=max_norm, loss_scale=loss_scale)

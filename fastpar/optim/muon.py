@@ -49,7 +49,7 @@ from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS, orthogonalize
 from fastpar.nn.modules import is_conv1d
 from fastpar.optim.adamw import AdamW, capturing
-from fastpar.optim.base import Row, check_ranges
+from fastpar.optim.base import Row, Rows, check_ranges
 from fastpar.optim.state import add_master, store_values, values_of, whole_shape
 from fastpar.sharding.layout import parameter_names
 
@@ -437,7 +437,7 @@ class Muon(AdamW):
 
     steps_on_host = False
 
-    def _update(self, rows: list[Row], factor: Tensor | None, found: Tensor | None) -> None:
+    def _update(self, rows: Rows | list[Row], factor: Tensor | None, found: Tensor | None) -> None:
         groups = self.param_groups
         super()._update([row for row in rows if groups[row.group]["adamw"]], factor, found)
         mine = [row for row in rows if not groups[row.group]["adamw"]]

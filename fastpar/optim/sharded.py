@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from fastpar.engine.engine import engine_of_parameter
-from fastpar.optim.base import EngineOptimizer, Row
+from fastpar.optim.base import EngineOptimizer, Row, Rows
 from fastpar.optim.state import (
     COUNTS,
     HALF,
@@ -318,7 +318,7 @@ class Sharded(EngineOptimizer):
 
     # The step
 
-    def _update(self, rows: list[Row], factor: Tensor | None, found: Tensor | None) -> None:
+    def _update(self, rows: Rows | list[Row], factor: Tensor | None, found: Tensor | None) -> None:
         if found is not None and found.item():
             return
         self._push()

@@ -23,8 +23,10 @@ from fastpar.kernels.adamw import (
     master_split,
     new_moment,
     round_to_bf16,
+    step_counted,
 )
 from fastpar.kernels.choice import STOCK, Case, Proof
+from fastpar.kernels.lists import rows_of
 from fastpar.kernels.reference import adamw_step_ref
 
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3)
@@ -501,7 +503,7 @@ def test_many_tensors_take_few_launches(cuda_device, mode, monkeypatch):
     if mode == MODES["bf16 full"]:
         assert limit >= 580  # the tensors of GPT-2 XL
     counts, run = [], backend.cuda_kernels.adamw_step_cuda
-    count = lambda *args: counts.append(run(*args))  # noqa: E731
+    count = lambda *args: counts.append(run(*args)) or counts[-1]  # noqa: E731
     monkeypatch.setattr(backend.cuda_kernels, "adamw_step_cuda", count)
     states = [make(3, mode, seed=i) for i in range(limit + 1)]
     for some in (states[:-1], states):
@@ -750,21 +752,57 @@ def test_dtypes_that_were_accepted_are_no_reason_to_look_less(name, form):
         adamw_step_(**lists, hypers=HYPER)
 
 
-X3, COLUMNS = torch.zeros(3), [[torch.zeros(3)] for _ in range(4)] + [[]] * 4
-OF_MODULE = [  # (words, columns, changes)
-    *((r"expected \w+\[0\] of 3 elements of float3", [*COLUMNS[:i], [wrong], *COLUMNS[i + 1 :]], {})
-      for wrong in (X3[:2], X3.bfloat16(), torch.zeros(6)[::2]) for i in range(1, 4)),
-    *(("expected ranges within their lists, got range 0", COLUMNS, {"ranges": ranges})
-      for ranges in ([0, 0, 4, 0, 0], [1, 0, 0, 0, 0])),
-    ("expected 6 numbers and tensors per hyper and 5 per", COLUMNS, {"ranges": [0, 0, 0]}),
-    ("expected lists of equal length, got params=1 grads=0", [[X3], [], *COLUMNS[2:]], {}),
-    ("expected moment codes 0 to 2 and master codes 0 to 3", COLUMNS, {"storage": (0, 0, 3, 0)}),
-    ("expected dtype code 0, 1 or 2, got code=7", COLUMNS, {"storage": (7, 0, 0, 0)}),
+def compiled(columns, *, given=15, counted=False, hyper_index=(), firsts=(), cuts=(),
+             hypers=(0.0,) * 6, tensors=(), slots=()):  # fmt: skip
+    """The compiled module's step of columns: params, states, counters, then gradients."""
+    rows = rows_of([t for column in columns for t in column])
+    how = (hyper_index, firsts, cuts), (hypers, tensors, slots)
+    return _C.adamw_step(rows, given, counted, *how[0], *how[1], *[False] * 2, *[None] * 3, 1)
+
+
+X3, SOME = torch.zeros(3), [[torch.ones(3)] for _ in range(4)]
+OF_MODULE = [  # (words, columns, options)
+    *(("expected parts within their lists, got part 0", SOME, options)
+      for options in ({"cuts": [0, 4]}, {"cuts": [2, 1]}, {"hyper_index": [1]}, {"firsts": [-1]})),
+    *(("6 numbers per hyper, a slot per tensor and an entry per part", SOME, {name: wrong})
+      for name, wrong in (("hypers", [0.0]), ("tensors", [X3]), ("cuts", [0]), ("firsts", [0, 0]))),
+    *(("lists of equal length, got 4 tensors", SOME, {"given": given}) for given in (7, 31)),
 ]  # fmt: skip
 
 
-@sweep(("words", "columns", "changes"), OF_MODULE)
-def test_what_the_compiled_module_refuses(words, columns, changes):
-    given = {"ranges": [], "hypers": [0.0] * 6, "at": [None] * 6, "storage": (0,) * 4, **changes}
-    with pytest.raises(ValueError, match=words):
-        _C.adamw_step(columns, *given.values(), False, False, None, None, 0, 1)
+def test_what_the_compiled_module_refuses():
+    """And lists that the Python around it has to look at: no step is made, nor counted."""
+    for words, columns, options in OF_MODULE:
+        with pytest.raises(ValueError, match=words):
+            compiled(columns, **options)
+    strange = [X3[:2], X3.bfloat16(), torch.zeros(6)[::2], X3.to("meta"), X3.view(3, 1)]
+    strange.append(torch.zeros(3, dtype=torch.complex64).conj().imag)
+    for bad, i in itertools.product(strange, range(4)):
+        assert compiled([*SOME[:i], [bad], *SOME[i + 1 :]]) is None, (bad, i)
+    for bad in (torch.zeros(2), torch.zeros((), dtype=torch.int64), torch.zeros((), device="meta")):
+        assert compiled([*SOME[:3], [bad], SOME[3]], counted=True) is None, bad
+    for column in SOME:
+        assert torch.equal(column[0], torch.ones(3))
+
+
+@sweep("dtype", [F32, torch.float64])
+def test_a_step_reads_and_counts_its_counters(dtype):
+    """Of tensors with other counts and hypers in one call; one that is skipped does not count."""
+    pairs = [(0, 4.0), (1, 4.0), (0, 9.0), (0, 4.0)]
+    states = [make(40, MODES["fp32"], seed=i) for i in range(len(pairs))]
+    counters = [torch.tensor(t, dtype=dtype) for _, t in pairs]
+    hypers = [HYPER, HYPER._replace(lr=0.1, weight_decay=0.3)]
+    expected, before = ([*map(clone, states)] for _ in range(2))
+    versions = [t._version for t in counters]
+    for state, (hyper, t) in zip(expected, pairs):
+        step([state], MODES["fp32"], hypers[hyper]._replace(step=t + 1))
+    lists = [[s[name] for s in states] for name in NAMES[:4]]
+    how = [], None, torch.ones(()), False, False, None
+    args = [*lists, [], [], [], []], counters, hypers, [hyper for hyper, _ in pairs]
+    assert step_counted(*args, *how)
+    assert all(map(same_bits, states, before))
+    assert [t.item() for t in counters] == [t for _, t in pairs]
+    assert step_counted(*args, *how[:2], None, *how[3:])
+    assert all(map(same_bits, states, expected))
+    assert [t.item() for t in counters] == [t + 1 for _, t in pairs]
+    assert all(t._version > version for t, version in zip(counters, versions))

@@ -28,6 +28,7 @@ from fastpar.kernels import (
 )
 from fastpar.kernels import reference as ref
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins, norm_from_bins
+from fastpar.kernels.lists import rows_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 7, 63, 127, 1000, 0, 20011)
@@ -540,9 +541,12 @@ REFUSALS += [
     *(("expected contiguous bins of shape .26. int64", f, args, {name: bins} if name else {})
       for bins in (torch.zeros(3).long(), torch.zeros(NORM_WORDS), torch.zeros(NORM_WORDS, 2)[:, 0])
       for f, args, name in ((norm_from_bins, (bins,), ""), (norm_bins, (XS,), "out"))),
-    ("tensors of float32, .* got float64", _C.norm_bins, ([XS[0].double()], [True], WORDS, 1), {}),
+    *(("norm_bins: expected contiguous float32, bfloat16 or float16 in one place", _C.norm_bins,
+       (rows_of(bad), [], WORDS, 1), {})
+      for bad in ([XS[0].double()], [torch.zeros(4)[::2]], [XS[0], XS[0].to("meta")])),
+    ("norm_bins: expected .* got 2 tensors", _C.norm_bins, (rows_of(XS[:2]), [True], WORDS, 1), {}),
     (f"words of {NORM_WORDS} .* int64, got 3 of int6", _C.norm_bins,
-     (XS, [True] * 2, WORDS[:3], 1), {}),
+     (rows_of(XS), [True] * len(XS), WORDS[:3], 1), {}),
     ("expected result of 3 .* float32, got 3 of float64", _C.norm_from_bins,
      (WORDS, -1.0, 0.0, 1.0, None, XS[0].double()), {}),
 ]  # fmt: skip
