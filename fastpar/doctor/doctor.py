@@ -27,7 +27,14 @@ import torch
 from torch import Tensor
 
 from fastpar.doctor.table import ProofTable, parse_proofs, row_of
-from fastpar.doctor.trial import FUSED_BY_COMPILE, DeviceLost, is_faster_compiled, prove, warm
+from fastpar.doctor.trial import (
+    FUSED_BY_COMPILE,
+    DeviceLost,
+    is_faster_compiled,
+    prove,
+    prove_apart,
+    warm,
+)
 from fastpar.kernels import backend, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
 from fastpar.settings.model import GPTConfig
@@ -97,14 +104,17 @@ class Prover:
                 return table.proofs[case]
             start = time.perf_counter()
             try:
-                with table.trial(case) as barred:
+                with table.trial(case) as ended:
                     try:
-                        proof = Proof(STOCK, barred) if barred else prove(case, rows, compiled)
+                        found = (prove_apart if ended else prove)(case, rows, compiled)
                     except DeviceLost as lost:
                         if lost.proof is not None:
                             table.proofs[case] = lost.proof
                         raise
-                    table.proofs[case] = proof
+                    if isinstance(found, str):
+                        _say(f"{case}: {found}; this process runs stock PyTorch")
+                        return Proof(STOCK)
+                    proof = table.proofs[case] = found
             except torch.OutOfMemoryError:
                 _say(f"{case}: out of memory during the trial; this process runs stock PyTorch")
                 return Proof(STOCK)

@@ -5,9 +5,10 @@ untrusted file and replaced as a whole; a lock lets one process prove at a time.
 written, a warning says so once and the proofs last as long as the process. A table that ships with
 the package (shipped/, measured by `make gpu`) saves the trials on that GPU with those versions.
 
-[Note: a trial that ends the process] The case under trial is recorded first. A case during whose
-trial the process ended TWICE without an error counts as wrong: a kernel may have caused it. This
-needs the lock: without it another host that shares the folder may be running the same trial.
+[Note: a trial that ends the process] The case under trial is recorded first. If a process ended
+during it, the next one makes the trial in a process of its own (trial.prove_apart): a crash there
+is the kernel's, while time limits and lack of memory end processes of right kernels too. This needs
+the lock: without it another host that shares the folder may be running the same trial.
 """
 
 from __future__ import annotations
@@ -45,10 +46,9 @@ from fastpar.kernels.attention.peers import PEERS
 from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof
 
 FOLDER = "FASTPAR_PROOFS"  # environment: another folder
-VERSION = 3
+VERSION = 4
 SHIPPED = Path(__file__).with_name("shipped")
 MOST_BYTES, MOST_LETTERS = 1 << 20, 1000  # of a file; of the reason why a kernel is wrong
-TWICE = 2
 
 
 def proofs_folder() -> Path:
@@ -161,7 +161,7 @@ class ProofTable:
         self.path = proofs_folder() / file_name(self.about)
         self.proofs: dict[Case, Proof] = {}
         self.source: Path | None = None
-        self._tried: dict[str, int] = {}  # case -> trials that began and did not end
+        self._tried: set[str] = set()  # cases whose trials began and did not end
         self._warned = self._is_locked = False
         self._load(SHIPPED / self.path.name)
         self._load(self.path)
@@ -184,8 +184,8 @@ class ProofTable:
             if content["version"] != VERSION or about != here:
                 raise ValueError("it is for another version or machine")
             proofs = parse_proofs(self.device, content)
-            tried = dict(content["tried"])
-            if not all(isinstance(count, int) and count > 0 for count in tried.values()):
+            tried = set(content["tried"])
+            if not all(isinstance(case, str) for case in tried):
                 raise ValueError(f"tried: {shown(tried)}")
         except (FileNotFoundError, NotADirectoryError):
             return False
@@ -199,7 +199,8 @@ class ProofTable:
     def save(self) -> None:
         """Replaces the file; warns once if that fails."""
         rows = [row_of(case, proof) for case, proof in self.proofs.items()]
-        content = {"version": VERSION, "about": self.about, "proofs": rows, "tried": self._tried}
+        content = {"version": VERSION, "about": self.about, "proofs": rows}
+        content["tried"] = sorted(self._tried)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self.path, json.dumps(content, indent=1) + "\n")
@@ -227,17 +228,15 @@ class ProofTable:
                 os.close(descriptor)
 
     @contextlib.contextmanager
-    def trial(self, case: Case) -> Iterator[str]:
-        """Around a trial: "", or why it must not begin; see [Note: a trial that ends ...]."""
+    def trial(self, case: Case) -> Iterator[bool]:
+        """Around a trial: whether a process ended during it; see [Note: a trial that ends ...]."""
         name = str(case)
+        ended = name in self._tried
         if self._is_locked:
-            if self._tried.get(name, 0) >= TWICE:
-                yield f"the process ended {TWICE} times during its trial"
-                return
-            self._tried[name] = self._tried.get(name, 0) + 1
+            self._tried.add(name)
             self.save()
         try:
-            yield ""
+            yield ended
         finally:
-            self._tried.pop(name, None)
+            self._tried.discard(name)
             self.save()

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -279,16 +280,54 @@ def test_an_unwritable_folder_is_reported_once_and_the_proofs_count(quick, monke
     assert choice.proofs[GELU]
 
 
-def test_a_trial_that_ended_its_process_twice_is_not_begun_again(monkeypatch):
-    monkeypatch.setattr(doctor, "prove", lambda *args: Proof(OWN))
-    for _ in range(2):
-        table = ProofTable("cpu")
-        with table.locked():
-            trial_of_it = table.trial(GELU)
-            assert trial_of_it.__enter__() == ""  # and the process is gone
-    proof = doctor.Prover().proof_of(GELU)
-    assert proof.chosen == STOCK
-    assert "ended 2 times during its trial" in proof.wrong
+def ended_during_the_trial_of(case):
+    """What another process left open."""
+    table = ProofTable("cpu")
+    with table.locked():
+        left = table.trial(case)
+        left.__enter__()
+    return left
+
+
+# Before its result, a process that makes the trial again does this.
+ENDS = {
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "crashed": "ctypes.string_at(0)",
+    "right": "None",
+}
+AGAIN = """
+import ctypes, os, signal
+from fastpar.doctor import trial
+from fastpar.kernels.choice import OWN, Proof
+trial.prove = lambda *args: ({what}, Proof(OWN, "", (1.0, 2.0)))[1]
+trial.main()
+"""
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_only_a_crash_in_a_trial_made_again_bars_a_kernel(monkeypatch, capsys, no_proofs, how):
+    """Time limits and lack of memory end the processes of right kernels, any number of times."""
+    left = [ended_during_the_trial_of(GELU) for _ in range(3)]
+    command = [sys.executable, "-c", AGAIN.format(what=ENDS[how])]
+    monkeypatch.setattr(trial, "call_command", lambda function: command)
+    monkeypatch.setattr(doctor, "prove", refuse)  # it might end this process, too
+    found = doctor.Prover().proof_of(GELU)
+    kept, said = ProofTable("cpu").proofs, capsys.readouterr().err
+    if how == "right":
+        assert kept == {GELU: Proof(OWN, "", (1.0, 2.0))}
+    elif how == "killed":
+        assert (found, kept) == (Proof(STOCK), {})
+        assert "ended with status -9; this process runs stock PyTorch" in said
+    else:
+        assert kept == {GELU: Proof(STOCK, "the process of its trial ended by SIGSEGV")}
+        assert "is WRONG" in said
+        monkeypatch.setattr(doctor, "_prover", doctor.Prover())
+        assert "WRONG: the process of its trial ended by" in "\n".join(report.known_choices())
+    assert json.loads(next(no_proofs.glob("*.json")).read_text())["tried"] == []
+    monkeypatch.setattr(doctor, "prove", lambda *args: Proof(OWN))  # `doctor --again`
+    assert doctor.Prover().proof_of(GELU, again=True) == Proof(OWN)
+    assert ProofTable("cpu").proofs == {GELU: Proof(OWN)}
+    del left
 
 
 def test_an_interrupted_trial_leaves_nothing_behind(monkeypatch):
@@ -705,7 +744,7 @@ def test_a_damaged_file_is_reported_ignored_and_replaced(no_proofs, tmp_path):
         {"serves": ["own", "other"]}, {"peers": [{"name": "cpu"}]},
         {"peers": [{"name": "cpu", "wrong": "", "ms": [-1, 0]}]},
     )  # fmt: skip
-    wrong = [{"tried": {"x": 1e999}}, {"tried": {"x": -1}}, {"version": 2}]
+    wrong = [{"tried": [7]}, {"tried": 7}, {"version": 2}]
     wrong += [{"about": sound["about"] | {"torch": "1.0"}}, {"proofs": [row] * 100_000}]
     wrong += [{"proofs": [row | part]} for part in rows]
     for content in ("", "[]", "{", *(json.dumps(sound | part) for part in wrong)):
@@ -741,7 +780,7 @@ def test_hosts_that_share_a_folder_without_locks_do_not_count_each_others_trials
     for table in tables:
         with table.locked():
             trials.append(table.trial(GELU))
-            assert trials[-1].__enter__() == ""  # all at it at the same time
+            assert not trials[-1].__enter__()  # all at it at the same time
 
 
 def test_hosts_that_share_a_folder_keep_each_others_proofs():

@@ -238,14 +238,16 @@ def test_one_that_cannot_serve_the_timed_call_is_not_tried(monkeypatch):
 
 
 CHILD = """
-import ctypes, sys, time
+import ctypes, os, sys, time
 from fastpar.doctor import trial
 from fastpar.kernels.attention.peers import PEERS
 how = sys.argv.pop(1)
 forward = PEERS["cpu"].forward
-faults = {"hangs": lambda: time.sleep(1e6), "crashes": lambda: ctypes.string_at(0), "is right": str}
+faults = {
+    "hangs": lambda: time.sleep(1e6), "crashes": lambda: ctypes.string_at(0), "is right": str,
+    "is killed": lambda: os.kill(os.getpid(), 9),
+}
 PEERS["cpu"] = PEERS["cpu"]._replace(forward=lambda *args: (faults[how](), forward(*args))[1])
-trial.LIMIT_S = 2 if how == "hangs" else 600
 trial.main()
 """
 
@@ -254,7 +256,8 @@ trial.main()
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ("hangs", "its trial took more than 600 s"),
+        ("hangs", "its trial took more than 2 s"),
+        ("is killed", None),
         slow("crashes", "its trial ended with status -11"),
         slow("is right", ""),
     ],
@@ -263,7 +266,7 @@ def test_one_that_may_hang_is_tried_in_a_process_of_its_own(monkeypatch, tmp_pat
     (tmp_path / "child.py").write_text(CHILD)
     command = [sys.executable, str(tmp_path / "child.py"), how]
     monkeypatch.setattr(trial, "call_command", lambda function: command)
-    monkeypatch.setattr(trial, "LIMIT_S", 600)
+    monkeypatch.setattr(trial, "LIMIT_S", 2 if how == "hangs" else 600)
     assert trial.wrong_in_subprocess(PLAIN._replace(size=64), 64, "cpu") == why
 
 

@@ -1,6 +1,8 @@
 """Kernels compiled before they are needed: those that calls launch, by several processes."""
 
+import os
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -53,6 +55,26 @@ def test_the_hopper_kernels_are_compiled_where_they_are_tried(monkeypatch):
         assert hopper(case, gpu) == []
     monkeypatch.setattr(trial, "left_out", {"hopper"})
     assert hopper(ATTENTION, H100) == []
+
+
+COUNT = """
+import subprocess, torch
+from fastpar.doctor.trial import warm
+from fastpar.kernels.choice import Case
+start, started = subprocess.Popen, []
+subprocess.Popen = lambda *args, **how: started.append(args) or start(*args, **how)
+for _ in range(2):
+    errors = warm([Case("cuda", "dropout", torch.bfloat16, 0)] * 2, (90, 132), 16)
+    print(len(started), errors)
+"""
+
+
+def test_no_more_processes_start_than_there_are_launches_to_compile(tmp_path):
+    """Each takes seconds to import torch and Triton."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", COUNT], env=env, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["1 []"] * 2, done.stderr  # dropout has one kernel
 
 
 def test_a_process_that_fails_is_reported(monkeypatch):
