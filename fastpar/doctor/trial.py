@@ -24,10 +24,10 @@ idle device, as the time until the call returns. Inputs are random: zeros run up
 all alike; medians are compared within one run only. Every row states the number of threads.
 
 [Note: compiled ahead] A Triton kernel takes a second or two to compile, and a first step would
-compile them one after another on every rank. warm() makes the calls of a proof on CPU tensors
-and records their launches for this GPU's architecture; each of its processes compiles every n-th
-distinct launch that Triton's cache on disk does not hold. A launch compiled this way has the key that Triton's
-own launcher looks up (tests/ops/test_triton_launch.py).
+compile them one after another on every rank. warm() makes the calls of a proof on CPU tensors and
+records their launches for this GPU's architecture; each of its processes compiles every n-th
+distinct launch that Triton's cache on disk does not hold. A launch compiled this way has the key
+that Triton's own launcher looks up (tests/ops/test_triton_launch.py).
 """
 
 from __future__ import annotations
