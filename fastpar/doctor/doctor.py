@@ -7,6 +7,10 @@ no trial starts by itself: the results of `fastpar doctor` apply in `fastpar tra
 first fastpar.patch on. With FASTPAR_BACKEND set there are no trials either, but a kernel that
 failed an earlier proof is refused.
 
+[Note: rows] A proof is for calls with any number of rows, but the first call's may be those of one
+generated token. So calls of at least LEAST_ROWS are timed, whose times on a GPU are those of memory
+and products, and only on the device: what the host takes, a graph hides.
+
 [Note: several ranks] The ranks of a layout must run the same kernels. One of them proves a case and
 publishes the result: in torch.distributed's store once share() was called, else in the file, whose
 lock lets one process prove at a time. If the ranks have GPUs of different kinds, one rank of each
@@ -39,7 +43,7 @@ from fastpar.kernels import backend, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
 from fastpar.settings.model import GPTConfig
 
-MOST_ROWS = 1 << 15  # most rows of a timed call
+LEAST_ROWS, MOST_ROWS = 1 << 13, 1 << 15  # of a timed call; see [Note: rows]
 
 
 class Prover:
@@ -177,7 +181,11 @@ def prove_first_use(case: Case, x: Tensor) -> Proof:
     if (case.op, case.size) in _expected:
         cases |= {case._replace(op=op, size=size) for op, size in _expected}
     missing = sorted(cases - choice.proofs.keys(), key=str)
-    return (choice.proofs | adopt(missing, rows=min(rows, MOST_ROWS)))[case]
+    return (choice.proofs | adopt(missing, rows=_timed(rows)))[case]
+
+
+def _timed(rows: int) -> int:
+    return min(max(rows, LEAST_ROWS), MOST_ROWS)
 
 
 def known_proof(case: Case) -> Proof | None:
@@ -275,7 +283,7 @@ def prove_before_training(
     if device == "cpu" or backend.choice != "auto":
         adopt_known(cases)
     else:
-        adopt(cases, rows=min(rows, MOST_ROWS), compiled=compiled)
+        adopt(cases, rows=_timed(rows), compiled=compiled)
     for case in choice.proofs.keys() & cases if compiled else ():
         proof = choice.proofs[case]
         if is_faster_compiled(proof):

@@ -187,7 +187,6 @@ Times = dict[str, tuple[float, float]]  # ms of forward and backward
 SLOWER = 1.03  # fastpar / instead: ratios below count as equally fast
 SECONDS = 0.6  # of timing, per op and pass
 TIMINGS = 4
-HOST_ROWS = 8192  # of a timed call: with more rows a step waits for the GPU, not for the host
 MUCH_SLOWER = 8.0  # than fastpar's kernel: two calls are enough
 MOST_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # of a timed tensor: 32 MB, 512 MB in fp32
 FUSED_BY_COMPILE = frozenset({  # by torch.compile, from PyTorch's functions
@@ -273,7 +272,7 @@ def _prove(case: Case, rows: int, compiled: bool) -> Proof:
     seen: list[Proof] = []
     while len(seen) < TIMINGS:
         right = [name for name, why in others.items() if not why]
-        times, failed = _times(case, found[0], compiled, right, host=rows <= HOST_ROWS)
+        times, failed = _times(case, found[0], compiled, right)
         if OWN in failed:
             return Proof(STOCK, failed[OWN])
         others |= {name: why for name, why in failed.items() if name in others}
@@ -501,7 +500,7 @@ def _random_like(x: Tensor) -> Tensor:
 
 
 def _times(
-    case: Case, one: OpCase, compiled: bool, others: Sequence[str], *, host: bool
+    case: Case, one: OpCase, compiled: bool, others: Sequence[str]
 ) -> tuple[Times, dict[str, str]]:
     """Times of fastpar's kernel, of what runs instead, of stock PyTorch, of stock PyTorch under
     torch.compile, and of other implementations; see time_ways."""
@@ -516,16 +515,15 @@ def _times(
         with config.patch(donated_buffer=False):  # backward is called repeatedly
             function(*one.inputs(case.dtype, case.device).values())
         ways["compiled"] = (stock, function)
-    return time_ways(case, one, ways, host=host)
+    return time_ways(case, one, ways)
 
 
 def time_ways(
-    case: Case, one: OpCase, ways: Mapping[str, tuple[Way, Any]], *, host: bool = False
+    case: Case, one: OpCase, ways: Mapping[str, tuple[Way, Any]]
 ) -> tuple[Times, dict[str, str]]:
     """The times of each (way, function), which is called inside way(); why others have none.
 
-    host: where the host takes longer to start a call than the GPU to run it, the host's time
-    counts. A variant that takes MUCH_SLOWER times as long as the first is called only twice.
+    A variant that takes MUCH_SLOWER times as long as the first is called only twice.
 
     Raises:
         DeviceLost: this process can no longer use the GPU.
@@ -571,8 +569,6 @@ def time_ways(
         near = {name: call for name, call in calls[direction].items() if times[name] <= most}
         timed = interleave(near, clock, budget_s=SECONDS, min_runs=3) if near else {}
         times |= {name: timing.p20_ms for name, timing in timed.items()}
-        for name, (call,) in calls[direction].items() if host else ():
-            times[name] = max(times[name], (clock.host_us(call) or 0.0) / 1e3)
     return {name: (ms, first[1].get(name, 0.0)) for name, ms in first[0].items()}, failed
 
 

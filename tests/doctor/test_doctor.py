@@ -452,6 +452,14 @@ def test_the_first_call_of_a_patched_model_has_all_of_it_proven_at_once(monkeypa
     assert asked == [[("layer_norm", 7)]]
 
 
+@pytest.mark.parametrize(("rows", "timed"), [(1, 1 << 13), (1 << 14, 1 << 14), (1 << 20, 1 << 15)])
+def test_the_rows_of_the_first_call_do_not_decide_for_all(monkeypatch, rows, timed):
+    asked = []
+    monkeypatch.setattr(doctor, "adopt", lambda cases, **how: asked.append(how) or {GELU: None})
+    doctor.prove_first_use(GELU, torch.empty(rows, 96, device="meta"))
+    assert asked == [{"rows": timed}]
+
+
 def test_proofs_have_their_kernels_compiled_before_them(monkeypatch):
     order = []
     cases = [Case("cuda", op, torch.bfloat16, 96) for op in ("layer_norm", "bias_gelu")]

@@ -1,13 +1,11 @@
 """A trial: its timer, on a double of a GPU's clock too; who serves attention, by a trial of all."""
 
-import contextlib
 import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from cells import slow
 
 from fastpar.doctor import doctor, report, trial
@@ -15,7 +13,6 @@ from fastpar.doctor.table import ProofTable
 from fastpar.doctor.trial import CYCLES_PER_US, CpuClock, CudaClock, Timing, interleave
 from fastpar.kernels import choice
 from fastpar.kernels.attention import peers as attention_peers
-from fastpar.kernels.cases import proof_cases
 from fastpar.kernels.choice import OWN, STOCK, Case
 
 PLAIN = Case("cpu", "attention", torch.float32, 32)
@@ -116,7 +113,7 @@ def test_cuda_sample_hides_the_host(monkeypatch):
 def test_attention_s_forward_and_backward_are_by_whoever_is_faster(
     monkeypatch, no_proofs, cpu_ms, serves
 ):
-    monkeypatch.setattr(trial, "_times", lambda *_, host: (TIMES | {"cpu": cpu_ms}, {}))
+    monkeypatch.setattr(trial, "_times", lambda *_: (TIMES | {"cpu": cpu_ms}, {}))
     monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
     proof = doctor.adopt([PLAIN])[PLAIN]
     assert (proof.chosen, proof.serves) == (OWN, serves)
@@ -145,7 +142,7 @@ SEEN = {  # timings one after another, what is chosen
 def test_one_timing_of_a_busy_machine_decides_nothing(monkeypatch, case):
     timings, (chosen, *serves) = SEEN[case]
     given = iter(timings)
-    monkeypatch.setattr(trial, "_times", lambda *_, host: (next(given), {}))
+    monkeypatch.setattr(trial, "_times", lambda *_: (next(given), {}))
     monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
     proof = trial.prove(PLAIN)
     assert (proof.chosen, *proof.serves) == (chosen, *serves)
@@ -155,7 +152,7 @@ def test_one_timing_of_a_busy_machine_decides_nothing(monkeypatch, case):
 def test_one_timing_of_torch_compile_decides_nothing(monkeypatch):
     timings = [TIMES | {"cpu": (4.0, 4.0), "compiled": ms} for ms in ((1.0, 1.0), (3.0, 3.0))]
     given = iter(timings)
-    monkeypatch.setattr(trial, "_times", lambda *_, host: (next(given), {}))
+    monkeypatch.setattr(trial, "_times", lambda *_: (next(given), {}))
     monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
     assert not trial.is_faster_compiled(trial.prove(PLAIN))
     given = iter([timings[0]] * 2)
@@ -164,7 +161,7 @@ def test_one_timing_of_torch_compile_decides_nothing(monkeypatch):
 
 def test_an_implementation_that_is_wrong_serves_nothing(monkeypatch):
     """Alone, or as a forward for the own backward."""
-    monkeypatch.setattr(trial, "_times", lambda *_, host: (TIMES, {}))
+    monkeypatch.setattr(trial, "_times", lambda *_: (TIMES, {}))
     for broken, serves in (("cpu", ("own", "own")), ("cpu/own", ("own", "own"))):
         monkeypatch.setattr(
             trial,
@@ -196,34 +193,6 @@ def test_an_implementation_that_fails_at_the_timed_size_serves_nothing(monkeypat
     assert proof.serves == (OWN, OWN)
     (peer,) = proof.peers
     assert peer.wrong == "at B=1 T=128 D=64 H=4: RuntimeError: too many rows"
-
-
-def test_of_few_rows_the_host_s_time_counts(monkeypatch):
-    """A GPU waits for the host there: who is fast on the device alone gains nothing."""
-    device = {"own": 0.02, "hopper": 0.01, "long": 7.0}  # ms
-    host = {"own": 20.0, "hopper": 100.0, "long": 9000.0}  # us
-    one = proof_cases("bias_gelu", 96, "cpu", 64)[0]
-    last = []
-
-    def called(name):
-        return lambda x, bias: last.append(name) or F.gelu(x.detach() + bias.detach())
-
-    class Clock:
-        def sample(self, call):
-            call()
-            return device[last[-1]]
-
-        def host_us(self, call):
-            call()
-            return host[last[-1]]
-
-    monkeypatch.setattr(trial, "clock_for", lambda device: Clock())
-    ways = {name: (contextlib.nullcontext, called(name)) for name in device}
-    case = Case("cpu", "bias_gelu", torch.float32, 96)
-    times, _ = trial.time_ways(case, one, ways, host=True)
-    assert times == {"own": (0.02, 0), "hopper": (0.1, 0), "long": (9.0, 0)}
-    times, _ = trial.time_ways(case, one, ways)
-    assert times == {name: (ms, 0) for name, ms in device.items()}
 
 
 def test_a_peer_is_timed_in_both_directions(monkeypatch):
