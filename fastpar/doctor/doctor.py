@@ -259,7 +259,11 @@ def cases_of_model(
         *(Case(device, op, dtype, size) for op, size in model.items()),
         *(Case(device, "weight_gradient", dtype, size) for size in wide),
         *(Case(device, "linear_fp8", dtype, size) for size in eight_bits),
-        *(Case(device, op, torch.float32, 0) for op in flat),
+        *(
+            Case(device, op, kind, 0)
+            for kind in dict.fromkeys((dtype, torch.float32))
+            for op in flat
+        ),
     ]
 
 
