@@ -741,7 +741,7 @@ def tune() -> Found:
     from bench.ops import tune as tuning
 
     session = tuning.Session(90, False, RUN.scratch / "tune.json")
-    listed = [e for e in tuning.entries() if e.gain_ms >= 0.3]
+    listed = [e for e in tuning.entries(90) if e.gain_ms >= 0.3]
     tuning.run(listed, session, minutes=1.2)
     note(tuned={name: vars(one) for name, one in session.found.items()})
     return {"lines": [f"{name}: {one.chosen}" for name, one in session.found.items()]}

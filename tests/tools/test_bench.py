@@ -17,6 +17,7 @@ from cells import slow
 from bench import __main__ as door
 from bench import ingest
 from bench.harness import Bench, Case
+from bench.ops import tune
 from bench.peers import packages
 from bench.peers.published import TOLERANCE, predict, published, table
 from bench.records import RESULTS, ResultFile, Row, load, machine
@@ -24,7 +25,7 @@ from bench.report import report
 from bench.systems import steps
 from fastpar.comm.ranks import RankFailed
 from fastpar.doctor.table import VERSION
-from fastpar.doctor.trial import CpuClock
+from fastpar.doctor.trial import CpuClock, launches_of
 from fastpar.kernels.reference import bias_gelu_ref
 from fastpar.predict import plan
 from fastpar.predict.machine import Ceilings
@@ -256,6 +257,24 @@ def test_the_planner_is_within_a_fifth_of_what_others_reported():
     assert max(errors.values()) < TOLERANCE, errors
     assert max(errors.values()) <= plan.PUBLISHED_ERROR < max(errors.values()) + 0.02  # as it says
     assert table() in (RESULTS / "plan" / "published.md").read_text()
+
+
+@pytest.mark.parametrize(("arch", "sms"), [(80, 108), (90, 132)])
+def test_every_place_that_is_tuned_changes_what_runs(arch, sms):
+    """The tiles of kernels that no call launches cost half a minute of a GPU."""
+    pytest.importorskip("triton", reason="needs triton")
+
+    def launched(entry, config):
+        forced = (entry.table.name, entry.place, tuple(config))
+        return [
+            (x.name, x.grid, x.constants, x.options)
+            for x in launches_of(entry.case, (arch, sms), forced)
+        ]
+
+    for entry in tune.entries(arch):
+        if entry.table.name == "attention_configs" and entry.case.size == 64:
+            present, *others = entry.configs(arch).values()
+            assert launched(entry, present) != launched(entry, others[0]), entry.name
 
 
 # Cells of bench/gpu.sh
