@@ -67,6 +67,7 @@ from fastpar.axes.experts.mixture import Experts, Router, Stack
 from fastpar.axes.grid import Grid, grid_dropout, grid_norm
 from fastpar.axes.tensor.functional import TensorParallel, column_linear, gather, row_linear
 from fastpar.axes.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
+from fastpar.doctor.doctor import expect_gpt
 from fastpar.kernels import (
     DelayedScales,
     Fp8,
@@ -515,9 +516,11 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config, mlp) for mlp in mlps)
         fill(self, LAST, config)
         init_weights(self, seed)
+        expect_gpt(config)
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
         self.tp = tp
+        expect_gpt(self.config, tp.size)
         states = states_of(FIRST, self.config, tp)
         here = {name for name, _ in self.named_parameters()}  # of this pipeline stage
         return {name: state for name, state in states.items() if name in here}

@@ -453,6 +453,38 @@ def test_the_first_call_of_a_patched_model_has_all_of_it_proven_at_once(monkeypa
     assert asked == [[("layer_norm", 7)]]
 
 
+def test_a_library_user_s_model_is_proven_at_once_behind_one_line(monkeypatch, capsys):
+    """Trials of seconds each, one by one in the first step, look like a program that hangs."""
+    monkeypatch.setattr(doctor, "table_of", lambda device: ProofTable("cpu"))
+    monkeypatch.setattr(backend, "check_gpu", lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    h100 = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: h100)
+    monkeypatch.setattr(doctor, "warm", lambda cases, gpu: [])
+    proven = []
+    monkeypatch.setattr(
+        doctor.Prover, "proof_of", lambda self, case, **_: proven.append(case) or Proof(OWN)
+    )
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=64, vocab_size=256, block_size=16)
+    fastpar.parallelize(fastpar.GPT(config), fastpar.Mesh(device="cpu"))
+    case = Case("cuda", "embedding", torch.bfloat16, 64)
+    doctor.prove_first_use(case, torch.empty(1, 64))
+    assert set(proven) == set(doctor.cases_of_model("cuda", torch.bfloat16, config))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"fastpar: proving {len(proven)} kernels on this GPU, once")
+    assert len(lines) == 1 + len(proven)  # on a terminal a bar
+    doctor.prove_first_use(case, torch.empty(1, 64))
+    assert not capsys.readouterr().err
+
+
+def test_a_split_gpt_announces_the_sizes_of_its_slices():
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=64, vocab_size=256, block_size=16)
+    doctor.expect_gpt(config)
+    doctor.expect_gpt(config, tp=2)
+    assert ("bias_gelu", 128) in doctor._expected
+    assert ("bias_gelu", 256) not in doctor._expected
+
+
 @pytest.mark.parametrize(("rows", "timed"), [(1, 1 << 13), (1 << 14, 1 << 14), (1 << 20, 1 << 15)])
 def test_the_rows_of_the_first_call_do_not_decide_for_all(monkeypatch, rows, timed):
     asked = []
