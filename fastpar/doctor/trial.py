@@ -639,7 +639,7 @@ def missing(rows: Sequence[Any], gpu: tuple[int, int]) -> list[tuple[int, int]]:
             kind = repr(
                 (launch.name, launch.signature, launch.constexprs, launch.attrs, launch.options)
             )
-            if kind not in seen and not _compile(launch, gpu, only_look=True):
+            if kind not in seen and compile_launch(launch, gpu, only_look=True) is None:
                 found.append((i, n))
             seen.add(kind)
     return found
@@ -650,8 +650,8 @@ def _launches(row: Sequence[Any], gpu: tuple[int, int]) -> list[Any]:
     return launches_of(Case("cpu", op, getattr(torch, dtype), size), gpu, forced)
 
 
-def _compile(launch: Any, gpu: tuple[int, int], only_look: bool = False) -> bool:
-    """Compiles a launch into Triton's cache; only_look: returns whether it is there."""
+def compile_launch(launch: Any, gpu: tuple[int, int], only_look: bool = False) -> Any:
+    """A launch, compiled by way of Triton's cache; only_look: None if it is not there."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -664,12 +664,12 @@ def _compile(launch: Any, gpu: tuple[int, int], only_look: bool = False) -> bool
         source.make_ir = None  # which is called for what is not in the cache
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            triton.compile(source, target=GPUTarget("cuda", gpu[0], 32), options=launch.options)
+            target = GPUTarget("cuda", gpu[0], 32)
+            return triton.compile(source, target=target, options=launch.options)
     except Exception:
         if not only_look:
             raise
-        return False
-    return True
+        return None
 
 
 def launches_of(case: Case, gpu: tuple[int, int], forced: Forced | None = None) -> list[Any]:
@@ -718,7 +718,7 @@ def compile_part() -> None:
         launches = _launches(rows[i], gpu)
         for _, n in numbers:
             try:
-                _compile(launches[n], gpu)
+                compile_launch(launches[n], gpu)
             except Exception as error:
                 first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 print(f"{launches[n].name}: {first_line}")
