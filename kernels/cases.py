@@ -885,18 +885,19 @@ def adamw_case(
                 p = at_random(w, kind)
             stored = [at_random(t, moment, i) for i, t in enumerate((*moments, *(largest or ())))]
             masters = () if x["master"] is None else (w,)
-            return p, *stored[:2], *masters, *((stored[2], torch.zeros_like(g)) if more else ())
+            return p, *stored[:2], *((stored[2], torch.zeros_like(g)) if more else ()), *masters
 
         return function
 
-    def fused(*lists: Any, max_exp_avg_sqs: Any, step: float, **hyper: Any) -> None:
+    def stock(*lists: Any, max_exp_avg_sqs: Any, step: float, **hyper: Any) -> None:
         steps = [torch.tensor(step, device=lists[0][0].device, dtype=torch.float32)]
         how = hyper | {"amsgrad": more, "maximize": False}
-        torch._fused_adamw_(*lists, max_exp_avg_sqs or [], steps, **how)
+        fused: Any = torch._fused_adamw_
+        fused(*lists, max_exp_avg_sqs or [], steps, **how)
 
     def own(*tensors: Tensor) -> tuple[Tensor, ...]:
-        x = {name: t if t is None else t.clone() for name, t in named(tensors).items()}
-        lists = ([x[name]] for name in ("p", "g", "exp_avg", "exp_avg_sq"))
+        x: dict[str, Any] = {n: t if t is None else t.clone() for n, t in named(tensors).items()}
+        p, g, m, v = ([x[name]] for name in ("p", "g", "exp_avg", "exp_avg_sq"))
         columns = {"master_weights": "master", "exp_avg_scales": "m_scale"}
         columns |= {"exp_avg_sq_scales": "v_scale", "max_exp_avg_sqs": "largest"}
         how: dict[str, Any] = {n: [x[of]] for n, of in columns.items() if x.get(of) is not None}
@@ -907,25 +908,24 @@ def adamw_case(
             how |= {"grad_scale": scalar(0.5), "found_inf": scalar(0.0)}
             how |= {"maximize": True, "zero_grad": True}
         seed = 0 if x["p"].dtype == torch.bfloat16 and master is None else None
-        kernels.adamw_step_(*lists, kernels.Hyper(**hyper), **how, stochastic_rounding_seed=seed)
-        at_nearest = x["master"] is not None
-        p = x["p"] if at_nearest else x["p"].to(wide(x["p"].dtype))
-        masters = (weights_of(x),) if at_nearest else ()
+        how["stochastic_rounding_seed"] = seed
+        kernels.adamw_step_(p, g, m, v, kernels.Hyper(**hyper), **how)
+        masters = () if x["master"] is None else (weights_of(x),)
+        found = x["p"] if masters else x["p"].to(wide(x["p"].dtype))
         rest = (x["largest"].float(), x["g"].float()) if more else ()
-        return p, *(t.float() for t in moments_of(x)), *masters, *rest
+        return found, *(t.float() for t in moments_of(x)), *rest, *masters
 
     def name_of(dtype: Any) -> str:
         return str(dtype).removeprefix("torch.")
 
-    how = [] if len(dtypes) > 1 or dtypes == (FP32,) else [f"master {name_of(master)}"]
-    how += [f"grad {name_of(grad)}"] * bool(grad) + [f"moments {name_of(moment)}"] * (
-        moment != FP32
-    )
-    shape = " ".join([f"P={numel}", *how, *["and more"] * more])
-    outputs = ("p", "exp_avg", "exp_avg_sq")
-    outputs += ("master",) * (dtypes != (FP32,) and master is not None)
+    shape = f"P={numel}" + " and more" * more
+    shape += "" if len(dtypes) > 1 or dtypes == (FP32,) else f" master {name_of(master)}"
+    shape += f" grad {name_of(grad)}" if grad else ""
+    shape += f" moments {name_of(moment)}" if moment != FP32 else ""
+    outputs: tuple[str, ...] = ("p", "exp_avg", "exp_avg_sq")
     outputs += ("largest", "g") * more
-    calls = own, by(reference.adamw_step_ref), by(fused)
+    outputs += ("master",) * (dtypes != (FP32,) and master is not None)
+    calls = own, by(reference.adamw_step_ref), by(stock)
     case = OpCase("adamw_step_", shape, make, *calls, outputs, dtypes, differentiable=False)
     # Steps in fp32; what is stored in fewer bits is off by a share of the largest.
     inner = torch.bfloat16 if moment == torch.bfloat16 or master is None else FP32

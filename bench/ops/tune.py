@@ -86,10 +86,9 @@ def entries(arch: int) -> list[Entry]:
     masked = "bits" if TABLES["attention_bits"].get(arch).kept else "dropout"
     for (*gains, kernel), head_dim in itertools.product(ATTENTION_TILES, (64, 128)):
         for gain, op, variant in zip(gains, ("attention", "attention_masked"), ("plain", masked)):
-            place, table = (kernel, head_dim, variant), TABLES["attention_configs"]
-            gain_ms, direction = gain * (head_dim == 64), int(kernel != "fwd")
-            case = Case("cuda", op, BF16, head_dim)
-            found.append(Entry(case, gain_ms, table, place, direction))
+            place, direction = (kernel, head_dim, variant), int(kernel != "fwd")
+            case, gain_ms = Case("cuda", op, BF16, head_dim), gain * (head_dim == 64)
+            found.append(Entry(case, gain_ms, TABLES["attention_configs"], place, direction))
     for gain, op, size, table in (
         (3.0, "attention_masked", 64, "attention_bits"),
         (0.5, "attention", 64, "attention_sections"),
