@@ -611,7 +611,7 @@ def warm(
         [case.op, str(case.dtype).removeprefix("torch."), case.size, instead]
         for case, instead in itertools.zip_longest(cases, forced)
     ]
-    jobs = _in_a_thread(functools.partial(missing, rows, gpu))
+    jobs, errors = _in_a_thread(functools.partial(missing, rows, gpu))
     count = min(processes or min(16, len(os.sched_getaffinity(0))), len(jobs))
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["OMP_NUM_THREADS"] = "1"
@@ -626,23 +626,31 @@ def warm(
         )
         for i in range(count)
     ]
-    errors = [line for process in running for line in process.communicate()[0].splitlines()]
+    errors += [line for process in running for line in process.communicate()[0].splitlines()]
     ended = {process.returncode for process in running} - {0}
     return errors + [f"a process ended with status {status}" for status in ended]
 
 
-def missing(rows: Sequence[Any], gpu: tuple[int, int]) -> list[tuple[int, int]]:
-    """(row, number of a launch) of each distinct launch that Triton's cache does not hold."""
-    found, seen = [], set[str]()
+Jobs = list[tuple[int, int]]  # row, number of a launch
+
+
+def missing(rows: Sequence[Any], gpu: tuple[int, int]) -> tuple[Jobs, list[str]]:
+    """Each distinct launch that Triton's cache does not hold; and what could not be recorded."""
+    found, seen, errors = Jobs(), set[str](), list[str]()
     for i, row in enumerate(rows):
-        for n, launch in enumerate(_launches(row, gpu)):
+        try:
+            launches = _launches(row, gpu)
+        except Exception as error:
+            errors.append(f"{row[0]} {row[1]}: {_line(str(error), 0) or type(error).__name__}")
+            continue
+        for n, launch in enumerate(launches):
             kind = repr(
                 (launch.name, launch.signature, launch.constexprs, launch.attrs, launch.options)
             )
             if kind not in seen and compile_launch(launch, gpu, only_look=True) is None:
                 found.append((i, n))
             seen.add(kind)
-    return found
+    return found, errors
 
 
 def _launches(row: Sequence[Any], gpu: tuple[int, int]) -> list[Any]:
@@ -673,7 +681,9 @@ def compile_launch(launch: Any, gpu: tuple[int, int], only_look: bool = False) -
 
 
 def launches_of(case: Case, gpu: tuple[int, int], forced: Forced | None = None) -> list[Any]:
-    """The launches of a proof's calls, forward and backward."""
+    """The launches of a proof's calls, forward and backward; none of an op without Triton."""
+    if "triton" not in backend.OPS.get(case.op.removesuffix("_masked"), ("", ""))[1]:
+        return []
     from fastpar.kernels.triton_launch import record
 
     found: list[Any] = []

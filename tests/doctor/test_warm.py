@@ -11,10 +11,11 @@ from cells import sweep
 
 pytest.importorskip("triton", reason="needs triton")
 
-from fastpar.doctor import trial
+from fastpar.doctor import doctor, trial
 from fastpar.doctor.trial import launches_of, warm
 from fastpar.kernels import backend, bias_gelu, triton_launch
 from fastpar.kernels.choice import Case
+from fastpar.settings.model import GPTConfig
 
 DROPOUT = Case("cuda", "dropout", torch.bfloat16, 0)
 GELU = Case("cuda", "bias_gelu", torch.bfloat16, 96)
@@ -55,6 +56,19 @@ def test_the_hopper_kernels_are_compiled_where_they_are_tried(monkeypatch):
         assert hopper(case, gpu) == []
     monkeypatch.setattr(trial, "left_out", {"hopper"})
     assert hopper(ATTENTION, H100) == []
+
+
+def test_every_kernel_that_a_run_calls_can_be_recorded():
+    """Else a first step would wait until it is compiled. Here nothing is."""
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=128, vocab_size=1000, block_size=64)
+    cases = {*doctor.cases_of_model("cuda", torch.bfloat16, config, fp8=True)}
+    cases |= {*doctor.cases_of_model("cuda", torch.float16, config, tp=2)}
+    rows = [[case.op, str(case.dtype).removeprefix("torch."), case.size, None] for case in cases]
+    jobs, errors = trial.missing(rows, H100)
+    assert errors == []
+    assert {rows[i][0] for i, _ in jobs} == {
+        op for op, *_ in rows if "triton" in backend.OPS.get(op.removesuffix("_masked"), "  ")[1]
+    }
 
 
 COUNT = """
