@@ -61,7 +61,7 @@ cuda-check: $(VENV)/dev.done  ## compile every CUDA kernel for sm_80 and sm_90a,
 	$(BIN)/python -m bench.compiler.cuda_check $(ARGS)
 
 gpu:  ## on a machine with an NVIDIA GPU and no network: is it right, is it fast; a report into build/gpu
-	bash bench/gpu.sh right && bash bench/gpu.sh fast
+	bash bench/gpu.sh
 
 gpu-pack: build/pack.done  ## without a GPU: what `bench/gpu.sh` need not compile there; PYTHON=python3.12, nvcc
 	PYTHON=$(CURDIR)/build/pack_venv/bin/python bash bench/gpu.sh pack

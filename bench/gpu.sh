@@ -2,11 +2,11 @@
 # Checks and times the package on a machine with an NVIDIA GPU and no network, from a plain copy of the
 # tree, without .git, too. It writes report.json, report.txt and logs.tar.gz into $OUT (default build/gpu).
 #
-#   bench/gpu.sh right                      is it right, and first times: 270 seconds
-#   bench/gpu.sh fast                       is it fast: 380 seconds
-#   bench/gpu.sh right --device cpu --quick    a rehearsal without a GPU, tiny shapes
-#   bench/gpu.sh pack                       on a machine without a GPU: builds into build/gpu_pack what the
-#                                           two then need not compile (Python 3.12, torch 2.11, Triton 3.6, nvcc)
+#   bench/gpu.sh                            all of it: 590 seconds
+#   bench/gpu.sh --limit 280                in two calls of 280: the second does what the first left
+#   bench/gpu.sh --device cpu --quick       a rehearsal without a GPU, tiny shapes
+#   bench/gpu.sh pack                       on a machine without a GPU: builds into build/gpu_pack what is then
+#                                           not compiled (Python 3.12, torch 2.11, Triton 3.6, nvcc)
 #
 # PYTHON names the interpreter: it needs torch, triton, pybind11, ninja, setuptools, numpy, pytest.
 set -uo pipefail
@@ -41,7 +41,7 @@ build_module() {
   mkdir -p "$copy"
   rm -rf "$copy/csrc"  # a file that went must not be compiled
   cp -rp setup.py csrc "$copy/"
-  (cd "$copy" && "$PYTHON" setup.py -q build_ext --build-lib lib) && cp "$copy"/lib/fastpar/kernels/_C*.so "$1/"
+  (cd "$copy" && "$PYTHON" setup.py -q build_ext --build-lib lib) && cp -p "$copy"/lib/fastpar/kernels/_C*.so "$1/"
 }
 digest() { (LC_ALL=C; cat setup.py csrc/* | sha256sum | cut -c 1-16); }
 loads() { (cd build && "$PYTHON" -m fastpar.kernels.backend); }
@@ -51,7 +51,7 @@ if [[ ${1:-} == pack ]]; then
   rm -rf "$PACK"
   mkdir -p "$PACK"
   FASTPAR_CUDA=1 build_module "$PACK" && digest >"$PACK/digest" || exit 1
-  cp "$PACK"/_C*.so build/shim/fastpar/kernels/
+  cp -p "$PACK"/_C*.so build/shim/fastpar/kernels/
   TRITON_CACHE_DIR=$PWD/build/pack_cache "$PYTHON" -m bench.gpu_checks pack || exit 1
   tar -C build/pack_cache -czf "$PACK/triton.tar.gz" .
   du -sh "$PACK"/*
@@ -64,7 +64,7 @@ if [[ -f $PACK/triton.tar.gz ]]; then
 fi
 how=carried
 [[ -f $PACK/digest && $(cat "$PACK/digest") != "$(digest)" ]] && echo "gpu.sh: the pack is of another csrc/" >&2
-if [[ $(cat "$PACK/digest" 2>/dev/null) == "$(digest)" ]] && cp "$PACK"/_C*.so build/shim/fastpar/kernels/ &&
+if [[ $(cat "$PACK/digest" 2>/dev/null) == "$(digest)" ]] && cp -p "$PACK"/_C*.so build/shim/fastpar/kernels/ &&
   { loads >build/gpu_build.log 2>&1 || { tail -n 3 build/gpu_build.log >&2; false; }; }; then
   :
 elif compgen -G "kernels/_C*.so" >/dev/null && rm -f build/shim/fastpar/kernels/_C* &&
@@ -77,4 +77,4 @@ else
     { cat build/gpu_build.log; echo "gpu.sh: the build failed" >&2; exit 1; }
 fi
 echo "module: $how, after $(($(date +%s) - STARTED)) s"
-exec "$PYTHON" -m bench.gpu_checks "$@" --started "$STARTED" --out "$OUT"
+exec "$PYTHON" -m bench.gpu_checks run "$@" --started "$STARTED" --out "$OUT"

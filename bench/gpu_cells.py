@@ -2,17 +2,20 @@
 
 A cell is one function. It runs in a forked child of a process that has imported torch, Triton and
 fastpar but never touched CUDA, under a limit of its own, so a hang, a segmentation fault, a CUDA
-error or a wrong result ends one cell and nothing else. Cells that check run eight at a time; those
+error or a wrong result ends one cell and nothing else. Cells that check run AT_ONCE together; those
 that time run alone. $OUT gets three files: report.json (whole after every cell), report.txt (a page
 for a person) and logs.tar.gz. `python -m bench ingest report.json` makes results of the report.
 
-[Note: order] Cells run in the order in which they stand here, which is by value. When time runs
-short, those at the end are not started; cells with must=True keep their seconds to the last.
+[Note: shares] Cells run in the order in which they stand here, which is by value. Each belongs to a
+stage, which is over after END[stage] seconds: a cell that is late ends there at the latest, so that
+it takes nothing from those of later stages. Its own limit begins when it starts. What is left of a
+call of fewer seconds, the next call does: cells that were ok with the same sources are kept.
 """
 
 import collections
 import contextlib
 import faulthandler
+import hashlib
 import json
 import os
 import signal
@@ -29,13 +32,21 @@ from typing import Any
 
 import torch
 
-from bench.records import commit, machine_line
+from bench.records import ROOT, commit, machine_line
 from fastpar.files.plain_files import write_text
+from fastpar.kernels import choice
+from fastpar.kernels.choice import OWN
 
-LIMIT_S = {"right": 270.0, "fast": 380.0}
-AT_ONCE = 8
-# quick: tiny shapes, does the code run? scratch: of this run, its children's files.
-RUN = SimpleNamespace(quick=False, device="cuda", scratch=Path(tempfile.gettempdir()))
+LIMIT_S = 590.0
+END = {  # of a stage, in seconds from the start
+    "facts": 25, "prove": 135, "headline": 210, "checks": 360, "compiled": 395, "large": 465,
+    "tune": 525, "tools": 590, "on request": 590,
+}  # fmt: skip
+AT_ONCE = 6
+# quick: tiny shapes, does the code run? scratch: of this run, its children's files. known: device
+# code that earlier reports found right.
+RUN = SimpleNamespace(quick=False, device="cuda", scratch=Path(tempfile.gettempdir()), known={})
+GOOD = ("ok", "proven")
 
 
 @dataclass(frozen=True)
@@ -45,26 +56,30 @@ class Cell:
     name: str
     run: Callable[[], dict[str, Any] | None]
     limit_s: float = 25.0
-    alone: bool = False
-    must: bool = False
+    stage: str = "checks"
     on_cpu: bool = True  # a rehearsal without a GPU can run it
 
+    @property
+    def alone(self) -> bool:
+        """Whether another cell would disturb it."""
+        return self.stage != "checks"
 
-CELLS: dict[str, list[Cell]] = {"right": [], "fast": [], "demo": []}
+
+CELLS: list[Cell] = []
 _row: dict[str, Any] = {}
 _row_path: Path | None = None
 
 
-def cell(mode: str, name: str, **how: Any) -> Callable[[Any], Any]:
+def cell(stage: str, name: str, limit_s: float, **how: Any) -> Callable[[Any], Any]:
     def add(run: Any) -> Any:
-        CELLS[mode].append(Cell(name, run, **how))
+        CELLS.append(Cell(name, run, limit_s, stage, **how))
         return run
 
     return add
 
 
 def note(**found: Any) -> None:
-    """What a cell has found so far: kept if it is stopped."""
+    """What a cell has found so far: kept if it is stopped. at: how far it came, for the page."""
     _row.update(found)
     if _row_path is not None:
         write_text(_row_path, json.dumps(_row, default=str))
@@ -88,6 +103,7 @@ def _child(one: Cell, path: Path, log: Path, until: float, blocking: bool) -> No
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # an error of the last kernel is this cell's
             found["peak_mb"] = torch.cuda.max_memory_allocated() >> 20
+        note(serves=serves(), cpu_s=round(time.process_time(), 2))
         note(**{"status": "ok", **found})
     except BaseException as error:
         status = "wrong" if isinstance(error, AssertionError) else "error"
@@ -100,17 +116,50 @@ def _child(one: Cell, path: Path, log: Path, until: float, blocking: bool) -> No
     os._exit(code)  # no destructors: CUDA may hang in them
 
 
+def serves() -> dict[str, str]:
+    """Who ran each class of calls of this process, where proofs decide: without it a slow row
+    could be PyTorch's in disguise."""
+    return {
+        str(case): "/".join(dict.fromkeys(proof.serves)) if proof.chosen == OWN else proof.chosen
+        for case, proof in choice.proofs.items()
+    }
+
+
+def sources_digest() -> str:
+    """Of what a cell's result depends on in this tree."""
+    digest = hashlib.sha256()
+    for folder in ("csrc", "kernels", "fastpar", "bench", "tests"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".json", ".cpp", ".cu", ".h") and "results" not in path.parts:
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 class Runner:
     """Starts cells, ends those that are late, and keeps the report whole."""
 
-    def __init__(self, out: Path, mode: str, started: float, limit_s: float) -> None:
-        self.out, self.mode, self.started = out, mode, started
-        self.deadline = started + limit_s
+    def __init__(self, out: Path, started: float, limit_s: float) -> None:
+        self.out, self.started = out, started
+        self.deadline, self.slower = started + limit_s, max(1.0, limit_s / LIMIT_S)
         self.rows: list[dict[str, Any]] = []
-        self.head: dict[str, Any] = {"mode": mode, "quick": RUN.quick, "commit": commit()[0]}
+        self.head: dict[str, Any] = {"mode": "all", "quick": RUN.quick, "commit": commit()[0]}
+        self.head |= {"sources": sources_digest(), "device": RUN.device}
         self.dead = ""  # why nothing more can run
         self.running: list[dict[str, Any]] = []
         out.mkdir(parents=True, exist_ok=True)
+
+    def not_done(self, cells: Sequence[Cell]) -> list[Cell]:
+        """The cells that an earlier call on this machine did not find ok; its rows are kept."""
+        same, done = ("quick", "sources", "device"), set[str]()
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            report = json.loads((self.out / "report.json").read_text())
+            if all(report[name] == self.head[name] for name in same):
+                rows = [row for row in report["cells"] if row["status"] in GOOD]
+                done = {row["cell"] for row in rows} & {c.name for c in cells} - {"facts"}
+                for row in rows:
+                    if row["cell"] in done:
+                        self.keep(row)
+        return [one for one in cells if one.name not in done]
 
     def keep(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
@@ -131,7 +180,8 @@ class Runner:
         pid = os.fork()
         if pid == 0:
             _child(one, path, log, limit, blocking)
-        return {"cell": one, "pid": pid, "path": path, "log": log, "until": limit}
+        at = {"since": time.time(), "until": limit}
+        return {"cell": one, "pid": pid, "path": path, "log": log, **at}
 
     def ended(self, run: dict[str, Any]) -> dict[str, Any] | None:
         """The row of a child that is over; None while it runs."""
@@ -147,13 +197,14 @@ class Runner:
         row = {"cell": run["cell"].name}
         with contextlib.suppress(OSError, ValueError):
             row |= json.loads(run["path"].read_text())
+        row.setdefault("seconds", round(time.time() - run["since"], 2))
         if late:
             row["status"] = "timeout"
         elif row.get("status", "stopped") == "stopped":
             row["status"] = "crash"
             row["signal"] = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
             row["rc"] = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
-        if row["status"] != "ok" and run["log"].exists():
+        if row["status"] not in GOOD and run["log"].exists():
             text = run["log"].read_text(errors="replace")
             hung = text.rfind("Timeout (")  # its stacks begin with the innermost call
             row["stderr"] = text[hung:][:4000] if hung >= 0 else text[-4000:]
@@ -166,8 +217,7 @@ class Runner:
         while todo or running:
             while todo and not self.dead:
                 one = todo[0]
-                reserve = sum(c.limit_s for c in todo[1:] if c.must)
-                until = self.deadline - (0 if one.must else reserve)
+                until = min(self.deadline, self.started + self.slower * END[one.stage])
                 most = 1 if one.alone else at_once
                 if len(running) >= most or any(r["cell"].alone for r in running):
                     break
@@ -222,7 +272,7 @@ class Runner:
         page = "\n".join(report(self.head, self.rows)) + "\n"
         (self.out / "report.txt").write_text(page)
         print(page)
-        return int(any(row["status"] != "ok" for row in self.rows))
+        return int(any(row["status"] not in GOOD for row in self.rows))
 
 
 def report(head: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -235,14 +285,16 @@ def report(head: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
     count = collections.Counter(row["status"] for row in rows)
     lines += [f"{head['seconds']:.0f} s: " + ", ".join(f"{n} {s}" for s, n in count.items()), ""]
     for row in rows:
-        if row["status"] not in ("ok", "no time"):
+        if row["status"] not in (*GOOD, "no time"):
             said = [line for line in row.get("error", "").splitlines() if line.strip()][:3]
-            said = said or [f"signal {row.get('signal')}, rc {row.get('rc')}"]
+            if not said and row["status"] == "timeout":
+                said = [f"after {row['seconds']:.0f} s, at {row.get('at', 'its start')}"]
+            said = said or [f"signal {row.get('signal')}, rc {row.get('rc')}, at {row.get('at')}"]
             lines += [f"{row['status'].upper():8} {row['cell']}: {said[0][:150]}"]
             lines += [f"         {line[:150]}" for line in said[1:]]
     for row in rows:
-        if row["status"] == "ok":
-            lines.append(f"ok       {row['cell']}: {row.get('shown', '')}"[:170])
+        if row["status"] in GOOD:
+            lines.append(f"{row['status']:8} {row['cell']}: {row.get('shown', '')}"[:170])
     for row in rows:
         lines += [f"  {line[:170]}" for line in row.get("lines", ())]
     left = [row["cell"] for row in rows if row["status"] == "no time"]

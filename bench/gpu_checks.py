@@ -1,18 +1,26 @@
-"""What `bench/gpu.sh right`, `fast` and `pack` do: the cells of gpu_cells.py, in their order.
+"""What bench/gpu.sh runs: the cells of gpu_cells.py, in their order.
 
-right: every op against fp64 at small and large shapes, the engine, first times, a step of 124M.
-fast: proofs of all classes, 124M beside eager PyTorch and torch.compile, small batches, fp8, 1.5B.
+First all kernels that later cells call are proven, which are their times, too; then what a user of
+GPT-2 124M waits for; then what is right, several cells at once; then torch.compile, 1.5B, fp8 and
+tiles.
 pack: on a machine without a GPU, compiles for sm_90 what these launch.
+
+Limits are what a cell took on the slower of two machines with an H200 (bench/results/gpu), where
+imports and host code took up to twice as long, and half as much again.
 """
 
 import argparse
 import contextlib
 import cProfile
+import functools
 import gc
+import hashlib
 import importlib
+import itertools
 import json
 import os
 import pstats
+import re
 import shutil
 import signal
 import statistics
@@ -34,16 +42,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastpar
-from bench.gpu_cells import AT_ONCE, CELLS, LIMIT_S, RUN, Cell, Runner, cell, note
+from bench.gpu_cells import AT_ONCE, CELLS, GOOD, LIMIT_S, RUN, Cell, Runner, cell, note
 from bench.harness import Bench
-from bench.records import ROOT, ResultFile, Row, commit, homes, machine
+from bench.records import RESULTS, ROOT, ResultFile, Row, commit, homes, machine
 from bench.systems import bench_train
 from bench.systems.bench_train import Spec, Variant
 from fastpar.comm.ranks import reason
 from fastpar.doctor import doctor
 from fastpar.doctor.report import row as proof_line
+from fastpar.doctor.sources import digest_of
 from fastpar.doctor.table import VERSION, environment, row_of
-from fastpar.doctor.trial import clock_for, synchronize
+from fastpar.doctor.trial import clock_for, compile_launch, launches_of, synchronize, warm
 from fastpar.files.runs import list_checkpoints
 from fastpar.kernels import backend
 from fastpar.kernels.attention import peers as attention_peers
@@ -65,8 +74,7 @@ def dtype_here() -> torch.dtype:
     return HALF[0] if RUN.device == "cuda" else WIDE
 
 
-@cell("right", "facts", limit_s=40, alone=True, must=True)
-@cell("fast", "facts", limit_s=40, alone=True)
+@cell("facts", "facts", 15)
 def facts() -> Found:
     if RUN.device == "cuda":
         subprocess.run(["nvidia-smi", "-q", "-d", "CLOCK,POWER,ECC,PERFORMANCE"])
@@ -76,7 +84,7 @@ def facts() -> Found:
     return {"ceilings": found, "shown": f"a launch takes {host or 0:.1f} us of the host"}
 
 
-@cell("right", "module", limit_s=40, alone=True)
+@cell("facts", "module", 10)
 def module() -> Found:
     """The compiled module, a kernel of csrc/ and a Triton launch, cold and warm."""
     from fastpar.kernels import _C, global_norm, layer_norm
@@ -93,6 +101,45 @@ def module() -> Found:
         ms.append(f"{(time.perf_counter() - start) * 1e3:.2f} ms")
     torch.testing.assert_close(y, F.layer_norm(x, (768,)))
     return {"shown": f"layer_norm, first calls: {', '.join(ms)}"}
+
+
+def classes() -> list[Case]:
+    """All that later cells call; those of 124M first."""
+    if RUN.device == "cpu":
+        return doctor.cases_of_model("cpu", WIDE, SMALL)[:4]
+    of = functools.partial(doctor.cases_of_model, "cuda")
+    found = [*of(HALF[0], GPT2, fp8=True), *of(HALF[0], TINY_GPT, fp8=True), *of(HALF[1], TINY_GPT)]
+    return list(dict.fromkeys([*found, *of(HALF[0], replace(GPT2, n_embd=1600, n_head=25))]))
+
+
+@cell("prove", "prove", 110)
+def prove() -> Found:
+    """Every class: own, stock and peers, as the doctor times them; later cells find the proofs."""
+    torch.zeros(1, device=RUN.device)
+    found: dict[Case, Any] = {}
+    lines: list[str] = []
+    listed = classes()
+    if RUN.device == "cuda":
+        print(*warm(listed, gpu_here()), sep="\n")
+    for number, case in enumerate(listed):
+        note(at=f"{number} of {len(listed)}: {case}")
+        start = time.perf_counter()
+        found |= doctor.adopt([case], rows=64 if RUN.quick else 32768)
+        proof, seconds = found[case], time.perf_counter() - start
+        lines.append(f"{proof_line(case, proof)} {' / '.join(proof.serves)}, {seconds:.1f} s")
+        lines += [f"    {p.name} {p.ms[0]:.4f} {p.ms[1]:.4f} {p.wrong}" for p in proof.peers]
+        rows = [row_of(case, proof) for case, proof in found.items()]
+        about = environment(RUN.device)
+        note(proofs={"version": VERSION, "about": about, "proofs": rows}, lines=lines)
+    wrong = [f"{case}: {proof.wrong}" for case, proof in found.items() if proof.wrong]
+    assert not wrong, "\n".join(wrong)
+    own = sum(proof.chosen == OWN for proof in found.values())
+    return {"shown": f"{len(found)} classes, {own} run own kernels"}
+
+
+def gpu_here() -> tuple[int, int]:
+    about = torch.cuda.get_device_properties()
+    return 10 * about.major + about.minor, about.multi_processor_count
 
 
 # Every op against fp64
@@ -160,8 +207,9 @@ def judge(cases: Sequence[OpCase], dtypes: Sequence[torch.dtype], what: str = OW
             check()
 
     checked = [(one, dtype) for one in cases for dtype in dtypes if dtype in one.dtypes]
-    for one, dtype in checked:
+    for number, (one, dtype) in enumerate(checked):
         where = f"{one.op} {one.shape} {str(dtype).removeprefix('torch.')}"
+        note(at=f"{number} of {len(checked)}: {where}")
         try:
             look(one, dtype, where)
         except Exception as error:
@@ -185,20 +233,65 @@ LISTED = [  # op, last dimension, rows of the plain case
     ("linear_fp8", 768, 2048), ("linear_fp8", 3072, 512), ("grouped_linear", 768, 2048),
     ("rms_norm", 1600, 2048), ("residual_rms_norm", 768, 2048), ("layer_norm", 1600, 2048),
     ("attention_masked", 128, 256), ("cross_entropy", 257, 2048),
+    ("cross_entropy_shard", 25152, 2048), ("quantize_blockwise", 0, 8192),
+    ("dequantize_blockwise", 0, 8192),
 ]  # fmt: skip
-LENGTHS = (64, 2, 128, 129, 200, 320, 1000, 1024, 2048)  # of one token dq is 0, no error is
-WHO = (OWN, "hopper", f"{OWN}/hopper", f"hopper/{OWN}", "cudnn", "flash", f"cudnn/{OWN}",
-       f"{OWN}/cudnn", "efficient")  # fmt: skip
+LENGTHS = (64, 2, 129, 320, 1024)  # of one token dq is 0, no error is
+WHO = OWN, "hopper", f"{OWN}/hopper", f"hopper/{OWN}", "cudnn"
 
 
-def check_op(op: str, size: int, rows: int) -> Found:
+def device_code(cases: Sequence[Case]) -> str:
+    """A digest of what these cases run on this GPU: PTX without its debug information, and of ops
+    without Triton their sources and csrc/."""
+    digest = hashlib.sha256()
+    for case in cases:
+        compiled = [compile_launch(one, gpu_here()) for one in launches_of(case, gpu_here())]
+        texts = sorted({without_debug(one.asm["ptx"]) for one in compiled})
+        texts = texts or [digest_of(case.op), environment("cuda")["csrc"]]
+        digest.update("".join([str(case), *texts]).encode())
+    return digest.hexdigest()[:16]
+
+
+def without_debug(ptx: str) -> str:
+    """PTX without lines and labels of its source, which move with every comment."""
+    code = re.split(r"^\s*\.section\s+\.debug", ptx, maxsplit=1, flags=re.M)[0]
+    return re.sub(r"^\s*(\.loc|\.file|//|\$L__(tmp|func|info|pack)).*\n", "", code, flags=re.M)
+
+
+def unless_known(name: str, cases: Sequence[Case], check: Callable[[], Found], *also: str) -> Found:
+    """check(), unless an earlier report found the same device code right. also: what else runs."""
+    if RUN.device == "cpu":
+        return check()
+    code = " ".join([device_code(cases), *also])
+    note(code=code)
+    if (name, code) in RUN.known:
+        where = RUN.known[name, code]
+        return {"status": "proven", "shown": f"the same device code as in {where}: not run"}
+    return check()
+
+
+def known_code(folder: Path) -> dict[tuple[str, str], str]:
+    """(cell, device code) -> the report that found it right."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        for row in json.loads(path.read_text())["cells"]:
+            if "code" in row and row["status"] in GOOD:
+                found[row["cell"], row["code"]] = path.name
+    return found
+
+
+def check_op(name: str, op: str, size: int, rows: int) -> Found:
     small = RUN.quick and size >= 128 and not op.startswith("attention")
-    name = op.removesuffix("_masked")
-    found = proof_cases(op, 128 if small else size, RUN.device, 64 if RUN.quick else rows)
-    return judge([one for one in found if one.op == name], (*HALF, WIDE))
+    cases = [Case("cpu", op, dtype, size) for dtype in (*HALF, WIDE)]
+
+    def check() -> Found:
+        found = proof_cases(op, 128 if small else size, RUN.device, 64 if RUN.quick else rows)
+        return judge(found, (*HALF, WIDE))
+
+    return unless_known(name, cases, check)
 
 
-def check_attention(D: int, what: str) -> Found:
+def check_attention(name: str, D: int, what: str) -> Found:
     q = torch.empty(1, 128, 4, D, dtype=HALF[0], device=RUN.device)
     peer = next((name for name in what.split("/") if name != OWN), None)
     why = attention_peers.refusal(peer, q, q, q, True) if peer else ""
@@ -211,7 +304,8 @@ def check_attention(D: int, what: str) -> Found:
         cases.append(attention_case(1, 48, D, 4, RUN.device, p=0.1))
     other: list[Found] = [{"causal": False}, {"scale": 6.0}, *[{"Tk": 96}] * (not peer)]
     cases += [attention_case(2, 64, D, 4, RUN.device, **how) for how in other]
-    return judge(cases, HALF, what)
+    code, who = [Case("cpu", "attention", HALF[0], D)], (what, torch.__version__)
+    return unless_known(name, code, lambda: judge(cases, HALF[:1], what), *who)
 
 
 def check_orthogonal() -> Found:
@@ -219,14 +313,24 @@ def check_orthogonal() -> Found:
     return judge([orthogonal_case(*shape) for shape in shapes], (WIDE, HALF[0]))
 
 
-CELLS["right"] += [
-    *(Cell(f"{op} {size}".removesuffix(" 0"), partial(check_op, op, size, n), 60)
-      for op, size, n in LISTED),
-    *(Cell(f"attention {D} {what}", partial(check_attention, D, what), 40)
-      for D in (64, 128) for what in WHO),
-    Cell("experts", lambda: judge(list(experts(256, 128, RUN.device)), (*HALF, WIDE)), 40),
-    Cell("orthogonalize", check_orthogonal, 30),
-]  # fmt: skip
+def cells_of_ops() -> list[Cell]:
+    found = [
+        Cell(name, partial(check_op, name, op, size, n), 60)
+        for op, size, n in LISTED
+        for name in [f"{op} {size}".removesuffix(" 0")]
+    ]
+    found += [
+        Cell(name, partial(check_attention, name, D, what), 40)
+        for D, what in itertools.product((64, 128), WHO)
+        for name in [f"attention {D} {what}"]
+    ]
+    experts_here = partial(experts, 256, 128)
+    found += [
+        Cell("experts", lambda: judge(list(experts_here(RUN.device)), (*HALF, WIDE)), 40),
+        Cell("orthogonalize", check_orthogonal, 30),
+    ]
+    first = "attention_masked"  # never whole on a GPU so far
+    return sorted(found, key=lambda one: not one.name.startswith(first))
 
 
 # Models, engine, trainer
@@ -256,7 +360,6 @@ def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **found}
 
 
-@cell("right", "GPT against fp64", limit_s=60)
 def gpt_against_fp64() -> Found:
     def gradients(dtype: torch.dtype, ours: bool) -> dict[str, Tensor]:
         torch.manual_seed(3)
@@ -270,7 +373,6 @@ def gpt_against_fp64() -> Found:
     return within_twice(gradients)
 
 
-@cell("right", "transformers GPT-2, patched", limit_s=60)
 def patched_gpt2() -> Found:
     import transformers
 
@@ -316,6 +418,7 @@ def losses_of(folder: str, name: str, **changes: Any) -> list[float]:
     settings = {**TINY, "data": folder, "device": RUN.device, "out": f"{folder}/{name}"}
     settings |= {"n_embd": 32, "block_size": 16} if RUN.quick else {}
     settings |= {"dtype": "bf16"} if RUN.device == "cuda" else {}
+    note(at=f"run {name}")
     try:
         assert train(TrainConfig().replace({**settings, **changes})) == 0
     finally:
@@ -349,15 +452,6 @@ def resumed(base: Found) -> Found:
     return {"shown": f"the same losses after a resume, {whole[0]:.3f} to {whole[-1]:.3f}"}
 
 
-@cell("right", "first run", limit_s=60, alone=True)
-def first_run() -> Found:
-    """Compiles and proves the kernels of TINY, which later cells find."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_ids(folder)
-        losses = losses_of(folder, "a")
-    return {"shown": f"loss {losses[0]:.3f} to {losses[-1]:.3f}"}
-
-
 ON_HOST = {"offload_activations": True, "activation_checkpointing": "full"}
 IN_FP8 = {"fp8": "all", "fp8_scaling": "tensor", "fp8_weight_gradient": "fp8"}
 ON_CPU: dict[str, Callable[[], Found]] = {
@@ -378,10 +472,8 @@ ENGINE: dict[str, Callable[[], Found]] = {
     "fp8 block": partial(same_run, {}, {"fp8": "all", "fp8_scaling": "block"}, 0.2),
     "fp8 tensor": partial(same_run, {}, IN_FP8, 0.2),
 }
-CELLS["right"] += [Cell(name, run, 90, on_cpu=name in ON_CPU) for name, run in ENGINE.items()]
 
 
-@cell("right", "NCCL of one rank", limit_s=40, on_cpu=False)
 def nccl() -> Found:
     import torch.distributed as dist
 
@@ -415,6 +507,9 @@ def run_tests(files: Sequence[str], *chosen: str) -> Found:
     count = {"passed": 0, "failed": 0, "skipped": 0}
 
     class Watch:
+        def pytest_runtest_logstart(self, nodeid: str) -> None:
+            note(at=f"{nodeid}, {count}")
+
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.when != "call" and report.outcome == "passed":
                 return
@@ -449,33 +544,9 @@ def cell_of_tests(name: str, *chosen: str, **how: Any) -> Cell:
 
 
 WITH_CUDA = ("-m", "gpu or not slow", "-k", "cuda or gpu")
-CELLS["right"].append(cell_of_tests("csrc", *WITH_CUDA, on_cpu=False))
 
 
 # How fast
-
-
-@cell("right", "proofs", limit_s=110, alone=True)
-@cell("fast", "proofs", limit_s=100, alone=True)
-def proofs() -> Found:
-    """Every class of a step of GPT-2 124M: own, stock and peers, as the doctor times them."""
-    torch.zeros(1, device=RUN.device)
-    cases = doctor.cases_of_model(RUN.device, dtype_here(), SMALL if RUN.quick else GPT2, fp8=True)
-    found: dict[Case, Any] = {}
-    lines: list[str] = []
-    for case in cases[:4] if RUN.quick else cases:
-        start = time.perf_counter()
-        found |= doctor.adopt([case], rows=64 if RUN.quick else 32768, again=True)
-        proof, seconds = found[case], time.perf_counter() - start
-        lines.append(f"{proof_line(case, proof)} {' / '.join(proof.serves)}, {seconds:.1f} s")
-        lines += [f"    {p.name} {p.ms[0]:.4f} {p.ms[1]:.4f} {p.wrong}" for p in proof.peers]
-        rows = [row_of(case, proof) for case, proof in found.items()]
-        about = environment(RUN.device)
-        note(proofs={"version": VERSION, "about": about, "proofs": rows}, lines=lines)
-    wrong = [f"{case}: {proof.wrong}" for case, proof in found.items() if proof.wrong]
-    assert not wrong, "\n".join(wrong)
-    own = sum(proof.chosen == OWN for proof in found.values())
-    return {"shown": f"{len(found)} classes, {own} run own kernels"}
 
 
 class NotedBench(Bench):
@@ -483,7 +554,10 @@ class NotedBench(Bench):
 
     def add(self, *rows: Row) -> None:
         super().add(*rows)
-        note(rows=[row.to_json() for row in self.results.rows.values()])
+        note(
+            at=f"{len(self.results.rows)} rows",
+            rows=[row.to_json() for row in self.results.rows.values()],
+        )
 
 
 def bench_of(name: str, only: str) -> Bench:
@@ -516,6 +590,7 @@ class Here(contextlib.AbstractContextManager["Here"]):
 
     def __init__(self, spec: Spec) -> None:
         self.spec, self._peak, before = spec, 0, torch.cuda.memory_allocated()  # 0 without a GPU
+        self.cpu_ms = 0.0  # of a step of the last turn, all threads
         self._variant: Any = Variant(spec)
         self._own = torch.cuda.memory_allocated() - before
 
@@ -525,7 +600,10 @@ class Here(contextlib.AbstractContextManager["Here"]):
         others = torch.cuda.memory_allocated() - self._own
         if RUN.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        before = time.process_time()
         answer = getattr(self._variant, command)(*args)
+        if command == "steps":
+            self.cpu_ms = (time.process_time() - before) / args[0] * 1e3
         if RUN.device == "cuda" and command == "steps":
             self._own = torch.cuda.memory_allocated() - others
             self._peak = max(self._peak, torch.cuda.max_memory_allocated() - others)
@@ -550,7 +628,14 @@ def in_turns(name: str, batch_size: int, *names: str, rounds: int = 2, steps: in
     known = {"eager": stock, "torch.compile": replace(stock, compiled=True)}
     known["fastpar"] = replace(stock, kind="fastpar")
     specs = {n: known[n] for n in names}
-    logs = bench_train.take_turns(specs, rounds=rounds, steps=steps, warmup=4, begin=Here)
+    here: dict[str, Here] = {}
+
+    def begin(spec: Spec) -> Here:
+        name = next(n for n, known in specs.items() if known == spec)
+        note(at=f"build of {name}")
+        return here.setdefault(name, Here(spec))
+
+    logs = bench_train.take_turns(specs, rounds=rounds, steps=steps, warmup=4, begin=begin)
     one = bench_of("train", "")
     one.add(*bench_train.to_rows(one, f"{name} T=1024 B={batch_size}", specs, logs, names[0]))
     refused = [f"{n}: {log.refused}" for n, log in logs.items() if log.refused]
@@ -558,43 +643,20 @@ def in_turns(name: str, batch_size: int, *names: str, rounds: int = 2, steps: in
     for r in (row for row in one.results.rows.values() if row.median_ms):
         speed = f"{r.median_ms:.2f} ms, {r.tokens_per_s:.0f} tokens/s"
         more = f"peak {(r.peak_bytes or 0) / 1e9:.1f} GB, {r.speedup or 1:.2f}x {names[0]}"
+        more += f", {here[r.variant].cpu_ms:.1f} ms of CPU" if r.variant in here else ""
         lines.append(f"{r.case}: {r.variant} {speed}, {more}")
     note(lines=lines)
     assert not refused, "\n".join(refused)
     return {"shown": lines[-1], "lines": lines}
 
 
-@cell("right", "step of 124M", limit_s=60, alone=True, must=True)
-def step_of_124m() -> Found:
-    """B = 32 beside eager, then a trace of two steps."""
-    found = in_turns("124M", 32, "eager", "fastpar")
-    config, batch_size = (SMALL, 4) if RUN.quick else (GPT2, 32)
-    variant = Variant(Spec("fastpar", config, batch_size, device=RUN.device))
-    variant.steps(3)
-    with torch.profiler.profile() as trace:
-        variant.steps(2)
-    trace.export_chrome_trace(str(RUN.scratch / "trace.json.gz"))
-    events = [e for e in trace.key_averages() if e.self_device_time_total > 0]
-    events.sort(key=lambda e: -e.self_device_time_total)
-    kernels = [[e.key[:90], round(e.self_device_time_total / 2e3, 3), e.count // 2] for e in events]
-    return {**found, "kernels_ms_a_step": kernels[:60]}
-
-
-TIMED = [  # those with torch.compile beside them first
+TIMED = [
     ("cross_entropy", ""), ("linear_cross_entropy", "N=16384 C=768"),
     ("layer_norm", "layer_norm N=32768 C=768"), ("gelu", "F=3072"),
     ("attention", "H=12 T=1024 D=64"), ("adamw", "bf16 124M"), ("embedding", "C=768"),
     ("global_norm", "GPT-2"), ("linear_fp8", "c_fc"), ("quantize", "int8"), ("bucket", ""),
     ("philox", ""), ("grouped_linear", ""),
 ]  # fmt: skip
-CELLS["right"][2:2] = [  # behind facts and module
-    Cell(f"compile {name}", partial(run_bench, name, only, dry=True), 60, on_cpu=False)
-    for name, only in TIMED[:4]
-]
-CELLS["right"] += [
-    Cell(f"time {name}", partial(run_bench, name, only), 30, alone=True) for name, only in TIMED
-]
-CELLS["right"] += map(cell_of_tests, list(GPU_TESTS)[1:])
 ATTEND = """
 import torch; from fastpar.kernels import attention; from fastpar.kernels.choice import trying
 for what in ("hopper", "own"):
@@ -622,33 +684,37 @@ NCU = partial(
     under, "ncu", "--clock-control", "none", *(w for s in SECTIONS for w in ("--section", s)),
     "-k", "regex:attention", shape="16, 1024, 12, 64", shows="Duration",
 )  # fmt: skip
-CELLS["right"].append(Cell("memcheck", MEMCHECK, 40, alone=True, on_cpu=False))
 
 
-@cell("fast", "compile 124M", limit_s=100)
 def compile_124m() -> None:
-    """Fills the compiler's cache, for the headline."""
+    """Fills the compiler's cache, for the cell that times it."""
     config, batch_size = (SMALL, 4) if RUN.quick else (GPT2, 32)
     spec = Spec("stock", config, batch_size, device=RUN.device, compiled=not RUN.quick)
     Variant(spec).steps(1)
 
 
-ALL = partial(in_turns, "124M", 32, "eager", "torch.compile", "fastpar", rounds=4)
-CELLS["fast"].append(Cell("124M, B=32", ALL, 100, alone=True, must=True))
+Look = Callable[[Trainer], Found]  # at a trainer whose steps have been timed
 
 
-def trainers(table: dict[str, Found], steps: int) -> Found:
-    """ms of a step of the trainer with each of these settings, its host's work included."""
+def trainers(table: dict[str, Found], steps: int, look: Look | None = None) -> Found:
+    """ms of a step of the trainer with each of these settings, its host's work included, and ms of
+    CPU of all its threads."""
     ms: dict[str, Any] = {}
+    found: Found = {}
 
     def run(trainer: Trainer) -> int:
         for count in (6, steps):
+            note(at=f"{name}: {count} steps, {'timed' if count == steps else 'first'}")
             synchronize(RUN.device)
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             for _ in range(2 if RUN.quick else count):
                 trainer.train_step()
             synchronize(RUN.device)
-        ms[name] = round((time.perf_counter() - start) / count * 1e3, 3)
+        each = 1e3 / (2 if RUN.quick else count)
+        cpu_ms = (time.process_time() - cpu) * each
+        ms[name] = round((time.perf_counter() - start) * each, 3), round(cpu_ms, 3)
+        if look is not None and not found:  # at the first
+            found.update(look(trainer))
         trainer.mesh.close()
         return 0
 
@@ -660,30 +726,57 @@ def trainers(table: dict[str, Found], steps: int) -> Found:
         write_ids(folder, 1000 if RUN.quick else 50257)
         where = {"data": folder, "device": RUN.device, "max_steps": 1000}
         for name, settings in table.items():
+            note(at=f"build of {name}")
+            small = {"n_layer": 2, "n_head": 4, "n_embd": 32} if RUN.quick else {}
             try:
-                train(TrainConfig().replace({**TINY, **where, **shape, **settings}), run)
+                train(TrainConfig().replace({**TINY, **where, **shape, **settings, **small}), run)
             except Exception as error:
                 traceback.print_exc()
                 ms[name] = reason(error)
             gc.collect()
-            note(ms=ms, lines=[f"{name}: {value} ms a step" for name, value in ms.items()])
+            note(ms=ms, lines=[line_of(name, value) for name, value in ms.items()], **found)
     bad = {name: why for name, why in ms.items() if isinstance(why, str)}
     assert not bad, str(bad)
-    return {"shown": ", ".join(f"{name} {value}" for name, value in ms.items())}
+    return {"shown": ", ".join(f"{name} {value[0]}" for name, value in ms.items()), **found}
 
 
-@cell("fast", "small batches", limit_s=80, alone=True)
-def small_batches() -> Found:
-    """The trainer with and without graphs; eager in a loop of its own."""
-    graphs = (False, True) if RUN.device == "cuda" else (False,)
-    at = [(B, how) for B in (4, 8) for how in graphs]
+def line_of(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return f"{name}: {value}"
+    return f"{name}: {value[0]} ms a step, {value[1]} of CPU"
+
+
+def kernels_of(trainer: Trainer) -> Found:
+    """Two steps' time of kernels, by name, and from the first to the last."""
+    with torch.profiler.profile() as trace:
+        for _ in range(2):
+            trainer.train_step()
+        synchronize(RUN.device)
+    trace.export_chrome_trace(str(RUN.scratch / "trace.json.gz"))
+    events = [e for e in trace.key_averages() if e.self_device_time_total > 0]
+    events.sort(key=lambda e: -e.self_device_time_total)
+    kernels = [[e.key[:90], round(e.self_device_time_total / 2e3, 3), e.count // 2] for e in events]
+    total = round(sum(ms for _, ms, _ in kernels), 2)
+    ran = [e.time_range for e in trace.events() if "cuda" in str(e.device_type).lower()]
+    span = (max(t.end for t in ran) - min(t.start for t in ran)) / 2e3 if ran else 0.0
+    said = f"kernels {total} ms a step, {span:.2f} from first to last"
+    return {"kernels_ms_a_step": kernels[:60], "kernels": said}
+
+
+@cell("headline", "124M in the trainer", 38)
+def headline() -> Found:
+    """With graphs, the trainer's default, and a trace of that; then without."""
+    can = RUN.device == "cuda"  # a CPU has no graphs
     table = {
         f"B={B}{', graphs' * how}": {"batch_size": B, "micro_batch_size": B, "cuda_graphs": how}
-        for B, how in at
+        for B, how in ((32, can), (32, False), (8, False), (4, False))
     }
-    found = trainers(table, 30)
-    lines = [line for B in (4, 8) for line in in_turns("124M", B, "eager", "fastpar")["lines"]]
-    return {**found, "lines": [*found["shown"].split(", B"), *lines]}
+    found = trainers(table, 20, kernels_of)
+    return {**found, "shown": f"{found['shown']}; {found['kernels']}"}
+
+
+BESIDE = partial(in_turns, "124M", 32, "eager", "fastpar")
+CELLS.append(Cell("124M, B=32 beside eager", BESIDE, 35, "headline"))
 
 
 def host_of(kind: str) -> list[str]:
@@ -702,7 +795,6 @@ def host_of(kind: str) -> list[str]:
     return lines
 
 
-@cell("fast", "host of a step", limit_s=60, alone=True)
 def host_of_a_step() -> Found:
     lines: list[str] = []
     for name, kind, choice in (
@@ -717,45 +809,83 @@ def host_of_a_step() -> Found:
     return {"lines": lines, "shown": "; ".join(lines[:3])}
 
 
-@cell("fast", "fp8 steps", limit_s=60, alone=True, on_cpu=False)
-def fp8_steps() -> Found:
-    at: Found = {"batch_size": 32, "micro_batch_size": 32}
-    table = {f"fp8 {s}": {**at, "fp8": "all", "fp8_scaling": s} for s in ("row", "block", "tensor")}
-    return trainers({"bf16": at, **table, "fp8 tensor, weight gradients too": {**at, **IN_FP8}}, 10)
+# Right? Those that failed or never ended on a GPU come first; torch.compile behind them.
+
+FAILED = ("resume, fp16 with a loss scale", "compile", "cuda_graphs")
+OPS = cells_of_ops()
+CELLS += [
+    *OPS[:2],
+    *(cell_of_tests(name) for name in ("graphs", "engine", "ops", "memory")),
+    *(Cell(name, ENGINE[name], 60, on_cpu=False) for name in FAILED),
+    Cell("compile 124M", compile_124m, 130),
+    *(
+        Cell(name, run, 60, on_cpu=name in ON_CPU)
+        for name, run in ENGINE.items()
+        if name not in FAILED
+    ),
+    Cell("GPT against fp64", gpt_against_fp64, 60),
+    Cell("transformers GPT-2, patched", patched_gpt2, 60),
+    Cell("NCCL of one rank", nccl, 30, on_cpu=False),
+    cell_of_tests("csrc", *WITH_CUDA, on_cpu=False),
+    cell_of_tests("hopper"),
+    *OPS[2:],
+]
+COMPILED = partial(in_turns, "124M", 32, "torch.compile", "fastpar")
+CELLS.append(Cell("124M, B=32 beside torch.compile", COMPILED, 35, "compiled"))
 
 
-@cell("fast", "1.5B", limit_s=150, alone=True)
+@cell("large", "1.5B with graphs", 45)
 def one_and_a_half_b() -> Found:
-    """One variant after another: both together do not fit."""
-    lines = [line for n in ("eager", "fastpar") for line in in_turns("1.5B", 4, n)["lines"]]
-    return {"lines": lines, "shown": "; ".join(lines)}
+    """Eager's 125.4 ms are known."""
+    at: Found = {"n_layer": 48, "n_head": 25, "n_embd": 1600, "cuda_graphs": RUN.device == "cuda"}
+    return trainers({"1.5B, B=4": {**at, "batch_size": 4, "micro_batch_size": 4}}, 10)
 
 
-BEST = partial(in_turns, "124M", 64, "eager", "fastpar")
-CELLS["fast"].append(Cell("124M, best batch", BEST, 50, alone=True))
+@cell("large", "fp8 with graphs", 25, on_cpu=False)
+def fp8_steps() -> Found:
+    at: Found = {"batch_size": 32, "micro_batch_size": 32, "cuda_graphs": True}
+    return trainers({"fp8 tensor": {**at, "fp8": "all", "fp8_scaling": "tensor"}}, 10)
 
 
-@cell("fast", "tune", limit_s=90, alone=True, on_cpu=False)
+@cell("tune", "tune", 60, on_cpu=False)
 def tune() -> Found:
     """The places with the most to gain; all times are kept."""
     from bench.ops import tune as tuning
 
-    session = tuning.Session(90, False, RUN.scratch / "tune.json")
-    listed = [e for e in tuning.entries() if e.gain_ms >= 0.3]
-    tuning.run(listed, session, minutes=1.2)
+    arch = gpu_here()[0]
+    session = tuning.Session(arch, False, RUN.scratch / "tune.json")
+    timed = "bwd_dkdv 64 plain"  # on an H200
+    listed = [e for e in tuning.entries(arch) if e.gain_ms >= 0.3 and timed not in e.name]
+    tuning.run(listed, session, minutes=0.8)
     note(tuned={name: vars(one) for name, one in session.found.items()})
     return {"lines": [f"{name}: {one.chosen}" for name, one in session.found.items()]}
 
 
-CELLS["fast"].append(Cell("ncu", NCU, 60, alone=True, on_cpu=False))
+CELLS += [
+    Cell("memcheck", MEMCHECK, 25, "tools", on_cpu=False),
+    Cell("ncu", NCU, 40, "tools", on_cpu=False),
+]
+ON_REQUEST = [  # by --only
+    *(Cell(f"time {n}", partial(run_bench, n, only), 30, "on request") for n, only in TIMED),
+    *(
+        Cell(f"compile {n}", partial(run_bench, n, only, dry=True), 60, "on request", on_cpu=False)
+        for n, only in TIMED[:4]
+    ),
+    Cell("host of a step", host_of_a_step, 60, "on request"),
+]
 
 
 def fail(error: Exception) -> None:
     raise error
 
 
-CELLS["demo"] = [  # what a rehearsal adds
-    Cell("demo hangs", lambda: time.sleep(1000), 2),
+def hang() -> None:
+    note(at="the second of three sleeps")
+    time.sleep(1000)
+
+
+DEMO = [  # what a rehearsal adds
+    Cell("demo hangs", hang, 2),
     Cell("demo ends by a signal", lambda: os.kill(os.getpid(), signal.SIGSEGV)),
     Cell("demo raises a CUDA error", lambda: fail(RuntimeError("CUDA error: a demo"))),
     Cell("demo is wrong", lambda: fail(AssertionError("error of dq is 3e-2, at most 1e-2"))),
@@ -764,25 +894,22 @@ CELLS["demo"] = [  # what a rehearsal adds
 
 def pack() -> int:
     """Compiles for an H100, without a GPU, what the cells launch: into TRITON_CACHE_DIR."""
-    from fastpar.doctor.trial import warm
-
     cases = [Case("cuda", op, dtype, size) for op, size, _ in LISTED for dtype in (*HALF, WIDE)]
     cases += [Case("cuda", "attention", dtype, D) for D in (64, 128) for dtype in HALF]
-    cases += doctor.cases_of_model("cuda", HALF[0], GPT2, fp8=True)
-    for dtype in HALF:
-        cases += doctor.cases_of_model("cuda", dtype, TINY_GPT, fp8=True)
+    cases += classes()
     print("\n".join(warm(list(dict.fromkeys(cases)), (90, 132))))
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the cells of a mode; 1 if one is not ok."""
+    """Runs the cells; 1 if one is not ok."""
     parser = argparse.ArgumentParser(prog="bench/gpu.sh", description=__doc__.partition("\n")[0])
-    parser.add_argument("mode", choices=("right", "fast", "pack"))
+    parser.add_argument("mode", choices=("run", "pack"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, and cells that go wrong")
-    parser.add_argument("--only", action="append", help="cells of both modes whose name holds this")
-    parser.add_argument("--limit", type=float, help="seconds, from --started")
+    parser.add_argument("--only", action="append", help="cells whose name holds this")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds, from --started")
+    parser.add_argument("--again", action="store_true", help="also what an earlier call found ok")
     parser.add_argument("--started", type=float, default=time.time())
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
     args = parser.parse_args(argv)
@@ -797,16 +924,19 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     RUN.scratch = Path(tempfile.mkdtemp(prefix="fastpar_cells_"))
-    os.environ.setdefault("FASTPAR_PROOFS", str(RUN.scratch / "proofs"))
+    kept = ROOT / "build" if RUN.device == "cuda" else RUN.scratch  # for the next call
+    os.environ.setdefault("FASTPAR_PROOFS", str(kept / "gpu_proofs"))
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read before a process's first product
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(RUN.scratch / "inductor")  # one for all cells
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept / "gpu_inductor")  # one for all cells
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4"
     commit()  # asks git once, for all children
-    cells = CELLS[args.mode] + CELLS["demo"] * RUN.quick
+    RUN.known = known_code(RESULTS / "gpu")
+    cells = CELLS + DEMO * RUN.quick
     if args.only:  # in the order of the command line
-        known = {c.name: c for c in (*CELLS["fast"], *CELLS["right"], *CELLS["demo"])}
-        cells = list({n: c for text in args.only for n, c in known.items() if text in n}.values())
-    runner = Runner(args.out, args.mode, args.started, args.limit or LIMIT_S[args.mode])
+        listed = [*CELLS, *ON_REQUEST, *DEMO]
+        cells = list({c.name: c for text in args.only for c in listed if text in c.name}.values())
+    runner = Runner(args.out, args.started, args.limit)
+    cells = cells if args.again else runner.not_done(cells)
     signal.signal(signal.SIGTERM, runner.stop)
     signal.signal(signal.SIGINT, runner.stop)
     able = [c for c in cells if c.on_cpu or RUN.device == "cuda"]

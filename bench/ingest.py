@@ -14,7 +14,7 @@ from typing import Any
 from bench.gpu_cells import report as page
 from bench.records import RESULTS, ROOT, ResultFile, Row, default_path, parser_of, slug
 from fastpar.comm.ranks import without_paths
-from fastpar.doctor.table import SHIPPED, file_name
+from fastpar.doctor.table import SHIPPED, shipped_name
 
 
 def ingest(path: Path, results: Path = RESULTS, package: Path = ROOT) -> list[str]:
@@ -59,11 +59,11 @@ def ship_proofs(content: dict[str, Any], package: Path) -> list[str]:
     """Puts proofs, as `fastpar doctor --json` writes them, where they save the trial."""
     if content["about"]["device"].startswith("CPU"):
         return ["proofs of a CPU are not shipped"]
-    name = file_name(content["about"])
+    name = shipped_name(content["about"])
     folder = package / SHIPPED.relative_to(ROOT)
     folder.mkdir(parents=True, exist_ok=True)
     names = ("version", "about", "proofs")
-    shipped = {"tried": {}, **{key: content[key] for key in names}}
+    shipped = {"tried": [], **{key: content[key] for key in names}}
     (folder / name).write_text(json.dumps(shipped, indent=1) + "\n")
     return [f"proofs in fastpar/doctor/shipped/{name}"]
 

@@ -14,6 +14,7 @@ OpCase's formula, inner and stores (tests/support/roundings.py).
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -24,8 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar import kernels
-from fastpar.kernels import Rng, backend, make_key, reference
+from fastpar.kernels import Rng, adamw, backend, make_key, reference
 from fastpar.kernels.backend import wide
+from fastpar.kernels.choice import PARTS
+from fastpar.kernels.global_norm import norm_bins, norm_from_bins
 from fastpar.kernels.linear import weight_gradient, wide_product
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS
 
@@ -553,10 +556,11 @@ def shard_of_loss(N: int, V: int, first: int, z_loss: float, each: bool) -> Iter
         yield OpCase(name, about, inputs, *calls, outputs, **how)
 
 
-@makes("cross_entropy_shard", "cross_entropy_shard_grad", proven=False)
+@makes("cross_entropy_shard", "cross_entropy_shard_grad")
 def shards_of_losses(rows: int, size: int, device: str) -> Iterator[OpCase]:
     """A vocabulary shard's part of a loss, and of its gradient."""
     yield from shard_of_loss(rows, size, size // 2, 0.0, False)
+    yield from shard_of_loss(min(rows, 63), min(size, 1000), 40, 0.01, True)
 
 
 # Attention
@@ -796,35 +800,152 @@ def dropouts(rows: int, size: int, device: str) -> Iterator[OpCase]:
 # Flat memory
 
 
-@makes("adamw_step_")
-def adamw_steps(rows: int, size: int, device: str) -> Iterator[OpCase]:
-    """One step over rows * 8192 elements (or rows * size), compared with torch's fused AdamW."""
-    hyper: Any = {"lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-    # With few values the time is that of the call, 0.07 ms for a whole model at once.
-    numel = rows * size if size else min(rows * 8192, 1 << 23)
+_HYPER: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+_LR, _STEP = 6e-4, 10.0
+_MODES = {  # dtype of a parameter -> kinds of its master; None: none
+    FP32: (None,), torch.bfloat16: (FP32, torch.int16, None), torch.float16: (FP32,),
+}  # fmt: skip
+
+
+def _masters_of(w: Tensor, dtype: torch.dtype, kind: torch.dtype | None) -> list[Tensor]:
+    """A parameter of this dtype, and its master if it has one."""
+    if kind == torch.int16:
+        return list(adamw.master_split(w))
+    p = adamw.round_to_bf16(w) if dtype == torch.bfloat16 else w.to(dtype)
+    return [p] if kind is None else [p, w]
+
+
+def adamw_case(
+    numel: int, dtypes: tuple[torch.dtype, ...], master: torch.dtype | None = FP32,
+    grad: torch.dtype | None = None, moment: torch.dtype = FP32, *, more: bool = False,
+) -> OpCase:  # fmt: skip
+    """A step by one way of storing its state, compared with torch's fused AdamW in fp32.
+
+    What is rounded at random, to bf16 or 8 bits, is off by up to two roundings to nearest. So the
+    yardstick has twice their error, as no function of PyTorch stores in this way.
+
+    Args:
+        master: of a 16-bit parameter; None: it is rounded at random. grad: None: the parameter's.
+        more: amsgrad, ascending, a scale, zero_grad, hyper-parameters that are tensors.
+    """
+    eight_bits = moment == torch.uint8
 
     def make(draw: Draw) -> Inputs:
-        p, g, m, v = (draw(numel).float() for _ in range(4))
-        return {"p": p, "g": g, "exp_avg": m, "exp_avg_sq": v.square()}
+        first = draw(numel)
+        kind = None if first.dtype == FP32 else master
+        w = first.float() + 2.0**-12 * draw(numel).float()
+        stored, g = _masters_of(w, first.dtype, kind), draw(numel).to(grad or first.dtype)
+        m, v = draw(numel).float(), draw(numel).float().square()
+        inputs = {"p": stored[0], "g": g, "exp_avg": m.to(moment), "exp_avg_sq": v.to(moment)}
+        if eight_bits:
+            (m, m_scale), (v, v_scale) = (
+                adamw.encode_moment(x, signed=x is m) for x in (m, v)
+            )  # fmt: skip
+            inputs |= {"exp_avg": m, "exp_avg_sq": v, "m_scale": m_scale, "v_scale": v_scale}
+        inputs |= {"largest": (2 * v).to(moment)} if more else {}
+        return inputs | dict(zip(("master",), stored[1:]))
+
+    def named(tensors: Sequence[Tensor]) -> dict[str, Any]:
+        scales = ("m_scale", "v_scale") * eight_bits
+        names = ("p", "g", "exp_avg", "exp_avg_sq", *scales, *["largest"] * more, "master")
+        return {"master": None, "largest": None} | dict(zip(names, tensors))
+
+    def moments_of(x: dict[str, Any]) -> list[Tensor]:
+        if not eight_bits:
+            return [x["exp_avg"], x["exp_avg_sq"]]
+        pairs = ((x["exp_avg"], x["m_scale"]), (x["exp_avg_sq"], x["v_scale"]))
+        return [adamw.decode_moment(c, s.float(), signed=not i) for i, (c, s) in enumerate(pairs)]
+
+    def weights_of(x: dict[str, Any]) -> Tensor:
+        if master == torch.int16 and x["master"] is not None:
+            return adamw.master_join(x["p"].bfloat16(), x["master"])
+        return x["p"] if x["master"] is None else x["master"]
+
+    def at_random(x: Tensor, kind: torch.dtype, i: int = 0) -> Tensor:
+        """As far from x as values that are rounded at random may be, on average."""
+        if x.dtype != FP32 or kind == FP32:
+            return x
+        if kind == torch.uint8:
+            stored = adamw.decode_moment(*adamw.encode_moment(x, signed=not i), signed=not i)
+        else:
+            stored = x.to(kind).float()
+        return x + 2 * (stored - x)
 
     def by(step: Callable[..., Any]) -> Callable[..., Any]:
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-            p, g, m, v = (t.clone() for t in tensors)
-            step([p], [g], [m], [v])
-            return p, m, v
+            x = named(tensors)
+            of, kind = wide(x["g"].dtype), x["p"].dtype
+            w, *moments = (t.to(of).clone() for t in (weights_of(x), *moments_of(x)))
+            largest = [x["largest"].to(of).clone()] if more else None
+            g, how = x["g"].to(of) * (-0.5 if more else 1), _HYPER | {"lr": _LR, "step": _STEP}
+            step([w], [g], *([t] for t in moments), max_exp_avg_sqs=largest, **how)
+            if x["master"] is not None:
+                p = w if of == FP64 else _masters_of(w, kind, FP32)[0]
+            else:
+                p = at_random(w, kind)
+            stored = [at_random(t, moment, i) for i, t in enumerate((*moments, *(largest or ())))]
+            masters = () if x["master"] is None else (w,)
+            return p, *stored[:2], *((stored[2], torch.zeros_like(g)) if more else ()), *masters
 
         return function
 
-    def ours(p: Any, g: Any, m: Any, v: Any) -> None:
-        kernels.adamw_step_(p, g, m, v, kernels.Hyper(**hyper, step=10))
+    def stock(*lists: Any, max_exp_avg_sqs: Any, step: float, **hyper: Any) -> None:
+        steps = [torch.tensor(step, device=lists[0][0].device, dtype=torch.float32)]
+        how = hyper | {"amsgrad": more, "maximize": False}
+        fused: Any = torch._fused_adamw_
+        fused(*lists, max_exp_avg_sqs or [], steps, **how)
 
-    def fused(p: Any, g: Any, m: Any, v: Any) -> None:
-        step = torch.tensor(10.0, device=p[0].device, dtype=torch.float32)
-        torch._fused_adamw_(p, g, m, v, [], [step], **hyper, amsgrad=False, maximize=False)
+    def own(*tensors: Tensor) -> tuple[Tensor, ...]:
+        x: dict[str, Any] = {n: t if t is None else t.clone() for n, t in named(tensors).items()}
+        p, g, m, v = ([x[name]] for name in ("p", "g", "exp_avg", "exp_avg_sq"))
+        columns = {"master_weights": "master", "exp_avg_scales": "m_scale"}
+        columns |= {"exp_avg_sq_scales": "v_scale", "max_exp_avg_sqs": "largest"}
+        how: dict[str, Any] = {n: [x[of]] for n, of in columns.items() if x.get(of) is not None}
+        hyper: dict[str, Any] = _HYPER | {"lr": _LR, "step": _STEP}
+        if more:
+            scalar = functools.partial(torch.tensor, device=x["p"].device, dtype=torch.float32)
+            hyper |= {"lr": scalar(_LR), "step": scalar(_STEP)}
+            how |= {"grad_scale": scalar(0.5), "found_inf": scalar(0.0)}
+            how |= {"maximize": True, "zero_grad": True}
+        seed = 0 if x["p"].dtype == torch.bfloat16 and master is None else None
+        how["stochastic_rounding_seed"] = seed
+        kernels.adamw_step_(p, g, m, v, kernels.Hyper(**hyper), **how)
+        masters = () if x["master"] is None else (weights_of(x),)
+        found = x["p"] if masters else x["p"].to(wide(x["p"].dtype))
+        rest = (x["largest"].float(), x["g"].float()) if more else ()
+        return found, *(t.float() for t in moments_of(x)), *rest, *masters
 
-    calls = by(ours), by(functools.partial(reference.adamw_step_ref, **hyper, step=10)), by(fused)
-    outputs = ("p", "exp_avg", "exp_avg_sq")
-    yield OpCase("adamw_step_", f"P={numel}", make, *calls, outputs, (FP32,), differentiable=False)
+    def name_of(dtype: Any) -> str:
+        return str(dtype).removeprefix("torch.")
+
+    shape = f"P={numel}" + " and more" * more
+    shape += "" if len(dtypes) > 1 or dtypes == (FP32,) else f" master {name_of(master)}"
+    shape += f" grad {name_of(grad)}" if grad else ""
+    shape += f" moments {name_of(moment)}" if moment != FP32 else ""
+    outputs: tuple[str, ...] = ("p", "exp_avg", "exp_avg_sq")
+    outputs += ("largest", "g") * more
+    outputs += ("master",) * (dtypes != (FP32,) and master is not None)
+    calls = own, by(reference.adamw_step_ref), by(stock)
+    case = OpCase("adamw_step_", shape, make, *calls, outputs, dtypes, differentiable=False)
+    # Steps in fp32; what is stored in fewer bits is off by a share of the largest.
+    inner = torch.bfloat16 if moment == torch.bfloat16 or master is None else FP32
+    return replace(case, inner=inner, stores=1 << 19 if eight_bits else 1)
+
+
+@makes("adamw_step_")
+def adamw_steps(rows: int, size: int, device: str) -> Iterator[OpCase]:
+    """One step over rows * 8192 elements (or rows * size), then every way to store its state."""
+    # With few values the time is that of the call, 0.07 ms for a whole model at once.
+    numel = rows * size if size else min(rows * 8192, 1 << 23)
+    yield adamw_case(numel, (FP32, *HALF))
+    few = min(numel, 1 << 16)
+    yield adamw_case(few, (FP32, *HALF), more=True)
+    for dtype, masters in _MODES.items():
+        for master, moment in itertools.product(masters, (FP32, torch.bfloat16, torch.uint8)):
+            able = (None, FP32, *HALF) if master == FP32 else (None, FP32)
+            for grad in able if dtype != FP32 else (None,):
+                if grad != dtype and (dtype, master, grad, moment) != (FP32, None, None, FP32):
+                    yield adamw_case(few, (dtype,), master, grad, moment)
 
 
 @makes("pack_", "unpack_", "accumulate_", "sum_shards", "global_norm")
@@ -860,12 +981,19 @@ def flat_ops(rows: int, size: int, device: str) -> Iterator[OpCase]:
             return op([a, b], max_norm=1.0).norm
         return torch.cat([a, b]).to(wide(a.dtype)).norm()
 
+    def by_bins(op: Any, a: Tensor, b: Tensor) -> Tensor:
+        if op is kernels.global_norm:
+            return norm_from_bins(norm_bins([a, b]), max_norm=1.0).norm
+        return normed(op, a, b)
+
     ways = {"pack_": packed, "unpack_": unpacked, "accumulate_": accumulated}
-    for op, how in {**ways, "sum_shards": summed, "global_norm": normed}.items():
+    ways |= {"sum_shards": summed, "global_norm": normed}
+    for op, how in [*ways.items(), ("global_norm", by_bins)]:
         outputs = ("a", "b") if op in ("unpack_", "accumulate_") else ("y",)
         own = functools.partial(how, getattr(kernels, op))
         ref = functools.partial(how, getattr(reference, f"{op.removesuffix('_')}_ref"))
-        yield OpCase(op, f"P={numel}", two, own, ref, ref, outputs, differentiable=False)
+        shape = f"P={numel}" + " by bins" * (how is by_bins)
+        yield OpCase(op, shape, two, own, ref, ref, outputs, differentiable=False)
 
 
 def codes_case(numel: int, block: int) -> OpCase:
@@ -882,10 +1010,53 @@ def codes_case(numel: int, block: int) -> OpCase:
     return OpCase("dequantize_blockwise", shape, make, op, ref, ref, **how)
 
 
-@makes("dequantize_blockwise", proven=False)
+def quantized_case(
+    numel: int, block: int, bits: int = 8, *, random: bool = False, error: bool = False
+) -> OpCase:
+    """What codes of a tensor say, and with `error` what they lost. random: rounded at random, by up
+    to twice the error of rounding to nearest, which is the yardstick's."""
+    largest = 2 ** (bits - 1) - 1
+
+    def make(draw: Draw) -> Inputs:
+        kept = {"error": 0.1 * draw(numel).float()} if error else {}
+        return {"x": draw(numel), **kept}
+
+    def own(x: Tensor, error: Tensor | None = None) -> tuple[Tensor, ...]:
+        error = None if error is None else error.clone()
+        how: dict[str, Any] = {"bits": bits, "block": block, "seed": 3 if random else None}
+        codes, scales = kernels.quantize_blockwise(x, error=error, **how)
+        value = reference.dequantize_blockwise_ref(codes, scales, block=block)
+        return (value, scales) if error is None else (value, scales, value + error)
+
+    def by(stored: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+        def call(x: Tensor, error: Tensor | None = None) -> tuple[Tensor, ...]:
+            v = x.to(wide(x.dtype)) if error is None else x.to(error.dtype) + error
+            top = F.pad(v, (0, -numel % block)).view(-1, block).abs().amax(1)
+            value = stored(v, (top / largest).repeat_interleave(block)[:numel])
+            found = value, top / largest
+            return found if error is None else (*found, value + (v - value))
+
+        return call
+
+    def nearest(v: Tensor, scale: Tensor) -> Tensor:
+        if v.dtype == FP64:
+            return v
+        return v + (1 + random) * ((v / scale).round() * scale - v)
+
+    shape = f"P={numel} block {block} bits {bits}" + " random" * random + " error" * error
+    outputs = ("value", "scales") + ("value and error",) * error
+    calls = own, by(lambda v, scale: v), by(nearest)
+    case = OpCase("quantize_blockwise", shape, make, *calls, outputs, differentiable=False)
+    return replace(case, stores=1 << (26 - bits))  # a step of the codes, in roundings of fp32
+
+
+@makes("quantize_blockwise", "dequantize_blockwise")
 def codes(rows: int, size: int, device: str) -> Iterator[OpCase]:
-    """One tensor of codes."""
-    yield codes_case(rows * (size or 256), 256)
+    """Codes of a tensor, and their values."""
+    numel = rows * (size or 256)
+    for bits, random, error in itertools.product((8, 4), (False, True), (False, True)):
+        yield quantized_case(numel, 256, bits, random=random, error=error)
+    yield codes_case(numel, 256)
 
 
 # Products
@@ -1020,8 +1191,11 @@ def proof_cases(op: str, size: int, device: str, rows: int) -> list[OpCase]:
     without a proof."""
     if op not in MAKERS or op in UNPROVEN:
         return []
-    timed, few = cases_of(op, rows, size, device)[0], cases_of(op, FEW_ROWS, size, device)
-    return [timed, *few, *(cases_of_many_rows(op, size, device) if device == "cuda" else ())]
+    found = cases_of(op, rows, size, device)[:1]
+    for one in (op, *(part for part, whole in PARTS.items() if whole == op and part in MAKERS)):
+        found += cases_of(one, FEW_ROWS, size, device)
+        found += cases_of_many_rows(one, size, device) if device == "cuda" else []
+    return found
 
 
 def cases_of_many_rows(op: str, size: int, device: str) -> list[OpCase]:

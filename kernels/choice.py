@@ -31,7 +31,7 @@ _FLAT = frozenset({
     "adamw_step_", "pack_", "unpack_", "accumulate_", "sum_shards", "global_norm",
     "quantize_blockwise", "dequantize_blockwise", "dropout",
 })  # fmt: skip
-_PARTS = {  # ops that are proven with another op
+PARTS = {  # ops that are proven with another op
     "norm_bins": "global_norm", "norm_from_bins": "global_norm", "keep_mask": "dropout",
     "cross_entropy_shard_grad": "cross_entropy_shard",
 }  # fmt: skip
@@ -69,6 +69,7 @@ class Proof(NamedTuple):
     compiled_ms: tuple[float, float] = (0.0, 0.0)  # of these under torch.compile; 0: not timed
     serves: tuple[str, str] = (OWN, OWN)  # who runs forward and backward if OWN is chosen
     peers: tuple[PeerProof, ...] = ()
+    stock_right: bool = False  # whether PyTorch's own functions are as right, and faster than both
 
 
 proofs: dict[Case, Proof] = {}  # the proofs that this process uses
@@ -116,7 +117,7 @@ def case_of(op: str, x: Tensor) -> Case:
 
 def _key_of(op: str, x: Tensor) -> tuple[str, str, torch.dtype, int]:
     """The fields of a Case, and equal to it: made in every call."""
-    op = _PARTS.get(op, op)
+    op = PARTS.get(op, op)
     device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
     shape = () if op in _FLAT else x.shape
     return device, op, x.dtype, int(shape[-1]) if shape else 0
@@ -148,7 +149,7 @@ def is_real(x: Tensor) -> bool:
 def may_run(op: str, x: Tensor) -> bool:
     """Whether fastpar's kernel serves a call of op with tensors like x; proves it if needed."""
     if _trying:
-        return _trying.get(_PARTS.get(op, op), OWN) != STOCK
+        return _trying.get(PARTS.get(op, op), OWN) != STOCK
     if not proofs and not x.is_cuda:
         return True
     proof = proofs.get(_key_of(op, x))  # type: ignore[call-overload]

@@ -61,11 +61,12 @@ def combine_ref(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
 
 
 def grouped_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
-    """Each row by the weight of its group, row by row."""
-    numbers = torch.arange(counts.numel(), device=counts.device) % len(weight)
-    of_row = numbers.repeat_interleave(counts.flatten())
-    y = torch.einsum("mfc,mc->mf", weight[of_row], x)
-    return y if bias is None else y + bias[of_row]
+    """The rows of each group by its weight, group by group."""
+    parts = []
+    for g, rows in enumerate(x.split(counts.flatten().tolist())):
+        e = g % len(weight)
+        parts.append(linear_ref(rows, weight[e], None if bias is None else bias[e]))
+    return torch.cat(parts)
 
 
 def cross_entropy_ref(

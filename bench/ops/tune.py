@@ -18,6 +18,7 @@ go to the tables. A place's configs are compiled by all cores before they are tr
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import sys
 import time
@@ -73,24 +74,21 @@ class Outcome:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-# (gain, kernel, head dim, variant); GPT-2 has 64. fwd is direction 0.
-ATTENTION_TILES = (
-    (2.0, "bwd_dkdv", 64, "plain"), (1.5, "bwd_dq", 64, "plain"), (1.0, "fwd", 64, "plain"),
-    (1.9, "bwd_dkdv", 64, "dropout"), (1.4, "bwd_dq", 64, "dropout"), (0.9, "fwd", 64, "dropout"),
-    (0.0, "bwd_dkdv", 128, "plain"), (0.0, "bwd_dq", 128, "plain"), (0.0, "fwd", 128, "plain"),
-    (0.0, "bwd_dkdv", 128, "dropout"), (0.0, "bwd_dq", 128, "dropout"),
-    (0.0, "fwd", 128, "dropout"),
+ATTENTION_TILES = (  # gain of the plain form, of the masked one, kernel; of GPT-2's head dim
+    (2.0, 1.9, "bwd_dkdv"), (1.5, 1.4, "bwd_dq"), (1.0, 0.9, "fwd"),
 )  # fmt: skip
 
 
-def entries() -> list[Entry]:
-    """The whole list."""
+def entries(arch: int) -> list[Entry]:
+    """The whole list for a GPU: the places that its calls read. Where masks are kept in memory
+    (attention_bits), the tiles of kernels that draw them are read by none."""
     gpt2, found = GPTConfig.preset("gpt2"), []
-    for gain, kernel, head_dim, variant in ATTENTION_TILES:
-        op = "attention" if variant == "plain" else "attention_masked"
-        case, direction = Case("cuda", op, BF16, head_dim), int(kernel != "fwd")
-        place = (kernel, head_dim, variant)
-        found.append(Entry(case, gain, TABLES["attention_configs"], place, direction))
+    masked = "bits" if TABLES["attention_bits"].get(arch).kept else "dropout"
+    for (*gains, kernel), head_dim in itertools.product(ATTENTION_TILES, (64, 128)):
+        for gain, op, variant in zip(gains, ("attention", "attention_masked"), ("plain", masked)):
+            place, direction = (kernel, head_dim, variant), int(kernel != "fwd")
+            case, gain_ms = Case("cuda", op, BF16, head_dim), gain * (head_dim == 64)
+            found.append(Entry(case, gain_ms, TABLES["attention_configs"], place, direction))
     for gain, op, size, table in (
         (3.0, "attention_masked", 64, "attention_bits"),
         (0.5, "attention", 64, "attention_sections"),
@@ -248,10 +246,18 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
+def _arch() -> int:
+    """The GPU's compute capability; without one an H100's."""
+    if not torch.cuda.is_available():
+        return 90
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
 def _main(args: argparse.Namespace) -> int:
     if args.minutes <= 0:
         raise ValueError(f"tune: expected minutes > 0, got minutes={args.minutes:g}; 10 is usual")
-    listed = choose(entries(), args.names, args.alternative)
+    listed = choose(entries(args.compile or _arch()), args.names, args.alternative)
     if args.compile:
         from fastpar.kernels.triton_launch import SMS
 
@@ -267,9 +273,8 @@ def _main(args: argparse.Namespace) -> int:
             "tune: expected a GPU, got device=cpu, whose kernels have no tables; --compile 90 "
             "compiles them without one"
         )
-    major, minor = torch.cuda.get_device_capability()
     print(machine_line(machine("cuda")), flush=True)
-    session = Session(10 * major + minor, args.commit_results, args.out)
+    session = Session(_arch(), args.commit_results, args.out)
     try:
         run(listed, session, minutes=args.minutes, alternative=args.alternative)
     except KeyboardInterrupt:

@@ -1,11 +1,16 @@
 """Proofs of a machine's kernels: requested by ops, made before a run, shown by `fastpar doctor`.
 
-[Note: when] `fastpar train` proves the kernels of its model before the first step. fastpar.patch
-announces what its model will call (expect); the first of these calls proves all of them at once,
-with their kernels compiled on all cores. Any other call of an op proves its own case only. On a CPU
+[Note: when] `fastpar train` proves the kernels of its model before the first step. fastpar.patch,
+fastpar.GPT and fastpar.parallelize announce what a model will call (expect); the first of these
+calls proves all of them at once, with their kernels compiled on all cores, behind one line and a
+bar. Any other call of an op proves its own case only. On a CPU
 no trial starts by itself: the results of `fastpar doctor` apply in `fastpar train` and from the
 first fastpar.patch on. With FASTPAR_BACKEND set there are no trials either, but a kernel that
 failed an earlier proof is refused.
+
+[Note: rows] A proof is for calls with any number of rows, but the first call's may be those of one
+generated token. So calls of at least LEAST_ROWS are timed, whose times on a GPU are those of memory
+and products, and only on the device: what the host takes, a graph hides.
 
 [Note: several ranks] The ranks of a layout must run the same kernels. One of them proves a case and
 publishes the result: in torch.distributed's store once share() was called, else in the file, whose
@@ -27,12 +32,20 @@ import torch
 from torch import Tensor
 
 from fastpar.doctor.table import ProofTable, parse_proofs, row_of
-from fastpar.doctor.trial import FUSED_BY_COMPILE, DeviceLost, is_faster_compiled, prove, warm
+from fastpar.doctor.trial import (
+    FUSED_BY_COMPILE,
+    DeviceLost,
+    is_faster_compiled,
+    prove,
+    prove_apart,
+    warm,
+)
+from fastpar.files.runs import Progress
 from fastpar.kernels import backend, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
 from fastpar.settings.model import GPTConfig
 
-MOST_ROWS = 1 << 15  # most rows of a timed call
+LEAST_ROWS, MOST_ROWS = 1 << 13, 1 << 15  # of a timed call; see [Note: rows]
 
 
 class Prover:
@@ -72,10 +85,14 @@ class Prover:
                 found[kind] = parse_proofs(case.device, {"proofs": [row]})[case]
             return _common(case, found)
 
-    def warm(self, cases: Sequence[Case], gpu: tuple[int, int]) -> None:
-        """Compiles what proofs need, once on each host; other ranks of the host wait for it."""
+    def warm(self, cases: Sequence[Case], gpu: tuple[int, int]) -> bool:
+        """Compiles what proofs need, once on each host, by the rank that gets True; other ranks of
+        the host wait for it."""
         store, key = self._store, f"fastpar/warm/{platform.node()}/{' '.join(map(str, cases))}"
-        if store is None or store.add(f"{key}/claims", 1) == 1:
+        leads = store is None or store.add(f"{key}/claims", 1) == 1
+        if leads:
+            if len(cases) > 1:
+                _say(f"proving {len(cases)} kernels on this GPU, once: this takes a minute or two")
             try:
                 for line in warm(cases, gpu):
                     _say(f"could not compile before the trial: {line}")
@@ -84,6 +101,7 @@ class Prover:
                     store.set(key, "done")
         if store is not None:
             store.get(key)
+        return leads
 
     def proof_here(
         self, case: Case, *, rows: int = 0, again: bool = False, compiled: bool = False
@@ -95,25 +113,24 @@ class Prover:
         with table.locked():
             if not again and _is_known(table, case, compiled):
                 return table.proofs[case]
-            start = time.perf_counter()
             try:
-                with table.trial(case) as barred:
+                with table.trial(case) as ended:
                     try:
-                        proof = Proof(STOCK, barred) if barred else prove(case, rows, compiled)
+                        found = (prove_apart if ended else prove)(case, rows, compiled)
                     except DeviceLost as lost:
                         if lost.proof is not None:
                             table.proofs[case] = lost.proof
                         raise
-                    table.proofs[case] = proof
+                    if isinstance(found, str):
+                        _say(f"{case}: {found}; this process runs stock PyTorch")
+                        return Proof(STOCK)
+                    proof = table.proofs[case] = found
             except torch.OutOfMemoryError:
                 _say(f"{case}: out of memory during the trial; this process runs stock PyTorch")
                 return Proof(STOCK)
         if proof.wrong:
             where = f"on {table.about['device']} and does not run"
             _say(f"{case}: fastpar's kernel is WRONG {where}: {proof.wrong}")
-        elif case.device == "cuda":
-            seconds = time.perf_counter() - start
-            _say(f"{case}: proven in {seconds:.1f} s, runs {_runs(proof)}")
         return proof
 
 
@@ -148,15 +165,26 @@ def share(store: Any, kinds: Iterable[str]) -> None:
     choice.proofs.clear()
 
 
-_expected: set[tuple[str, int]] = set()  # op, last dimension
+Calls = set[tuple[str, int]]  # op, last dimension; 0: over flat memory
+_expected: Calls = set()
 
 
-def expect(calls: Iterable[tuple[str, int]], device: str, dtype: torch.dtype) -> None:
-    """Announces what a model will call, as (op, last dimension); see [Note: when]."""
-    calls = set(calls)
+def expect(calls: Calls, device: str, dtype: torch.dtype) -> None:
+    """Announces what a model will call; see [Note: when]."""
     _expected.update(calls)
     if device == "cpu":
         adopt_known(Case(device, op, dtype, size) for op, size in calls)
+
+
+def expect_gpt(config: GPTConfig, tp: int = 1) -> None:
+    """Announces what a GPT will call on a GPU; tp > 1: instead of what was announced before it was
+    split into as many."""
+    of = {
+        n: {(case.op, case.size) for case in cases_of_model("cuda", torch.bfloat16, config, tp=n)}
+        for n in (1, tp)
+    }
+    _expected.difference_update(of[1])
+    _expected.update(of[tp])
 
 
 def prove_first_use(case: Case, x: Tensor) -> Proof:
@@ -166,8 +194,13 @@ def prove_first_use(case: Case, x: Tensor) -> Proof:
     cases = {case}
     if (case.op, case.size) in _expected:
         cases |= {case._replace(op=op, size=size) for op, size in _expected}
+        cases |= {one._replace(dtype=torch.float32) for one in cases if not one.size}
     missing = sorted(cases - choice.proofs.keys(), key=str)
-    return (choice.proofs | adopt(missing, rows=min(rows, MOST_ROWS)))[case]
+    return (choice.proofs | adopt(missing, rows=_timed(rows)))[case]
+
+
+def _timed(rows: int) -> int:
+    return min(max(rows, LEAST_ROWS), MOST_ROWS)
 
 
 def known_proof(case: Case) -> Proof | None:
@@ -203,12 +236,23 @@ def adopt(
         backend.check_gpu("fastpar", torch.device("cuda", torch.cuda.current_device()))
     unknown = [c for c in cases if again or not _is_known(table_of(c.device), c, compiled)]
     compiled_later = any(case.size for case in unknown)  # by Triton; ops over flat memory are CUDA
+    leads = False
     if compiled_later and unknown[0].device == "cuda":
         about = torch.cuda.get_device_properties()
         gpu = 10 * about.major + about.minor, about.multi_processor_count
-        _prover.warm(unknown, gpu)
+        leads = _prover.warm(unknown, gpu)
     how: dict[str, Any] = {"again": again, "compiled": compiled, "rows": rows}
-    found = {case: _prover.proof_of(case, **how) for case in cases}
+    bar = Progress(len(unknown), enabled=leads and sys.stderr.isatty(), bar=True)
+    found: dict[Case, Proof] = {}
+    for case in cases:
+        start = time.perf_counter()
+        found[case] = _prover.proof_of(case, **how)
+        if case in unknown and case.device == "cuda":
+            bar.update(len(found.keys() & set(unknown)), str(case))
+            if not bar.enabled and (leads or not compiled_later):
+                seconds = time.perf_counter() - start
+                _say(f"{case}: proven in {seconds:.1f} s, runs {_runs(found[case])}")
+    bar.close()
     choice.proofs.update(found)
     return found
 
@@ -219,6 +263,9 @@ def _is_known(table: ProofTable, case: Case, compiled: bool) -> bool:
     if proof is None or not compiled or case.op not in FUSED_BY_COMPILE:
         return proof is not None
     return not proof.own_ms[0] or min(proof.compiled_ms) > 0
+
+
+FLAT_OPS = ("adamw_step_", "global_norm", "pack_", "unpack_", "accumulate_", "sum_shards")
 
 
 def cases_of_model(
@@ -236,12 +283,15 @@ def cases_of_model(
         model["embedding"] = C
     wide = (C, 4 * C) if device == "cuda" and tp == 1 and dtype.itemsize == 2 else ()
     eight_bits = (C, 4 * C // tp) if fp8 and device == "cuda" and dtype == torch.bfloat16 else ()
-    flat = ("adamw_step_", "global_norm", "pack_", "unpack_", "accumulate_", "sum_shards")
     return [
         *(Case(device, op, dtype, size) for op, size in model.items()),
         *(Case(device, "weight_gradient", dtype, size) for size in wide),
         *(Case(device, "linear_fp8", dtype, size) for size in eight_bits),
-        *(Case(device, op, torch.float32, 0) for op in flat),
+        *(
+            Case(device, op, kind, 0)
+            for kind in dict.fromkeys((dtype, torch.float32))
+            for op in FLAT_OPS
+        ),
     ]
 
 
@@ -265,7 +315,7 @@ def prove_before_training(
     if device == "cpu" or backend.choice != "auto":
         adopt_known(cases)
     else:
-        adopt(cases, rows=min(rows, MOST_ROWS), compiled=compiled)
+        adopt(cases, rows=_timed(rows), compiled=compiled)
     for case in choice.proofs.keys() & cases if compiled else ():
         proof = choice.proofs[case]
         if is_faster_compiled(proof):

@@ -2,12 +2,17 @@
 
 The file is in fastpar/proofs of the user's cache (or in FASTPAR_PROOFS). It is validated like any
 untrusted file and replaced as a whole; a lock lets one process prove at a time. If it cannot be
-written, a warning says so once and the proofs last as long as the process. A table that ships with
-the package (shipped/, measured by `make gpu`) saves the trials on that GPU with those versions.
+written, a warning says so once and the proofs last as long as the process. A proof is left out if
+the sources of its op changed (sources.py).
 
-[Note: a trial that ends the process] The case under trial is recorded first. A case during whose
-trial the process ended TWICE without an error counts as wrong: a kernel may have caused it. This
-needs the lock: without it another host that shares the folder may be running the same trial.
+[Note: shipped] A table that ships with the package (shipped/, measured by bench/gpu.sh) saves the
+trials on that GPU with the same releases of fastpar, torch and Triton, whose compiler makes the
+kernels. The driver and who compiled csrc/ may differ; in a checkout csrc/ itself may not.
+
+[Note: a trial that ends the process] The case under trial is recorded first. If a process ended
+during it, the next one makes the trial in a process of its own (trial.prove_apart): a crash there
+is the kernel's, while time limits and lack of memory end processes of right kernels too. This needs
+the lock: without it another host that shares the folder may be running the same trial.
 """
 
 from __future__ import annotations
@@ -30,8 +35,8 @@ from typing import Any
 
 import torch
 
-import fastpar.kernels
 from fastpar._version import __version__
+from fastpar.doctor.sources import digest_of
 from fastpar.files.plain_files import (
     parse_object,
     read_plain,
@@ -45,10 +50,9 @@ from fastpar.kernels.attention.peers import PEERS
 from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof
 
 FOLDER = "FASTPAR_PROOFS"  # environment: another folder
-VERSION = 3
+VERSION = 4
 SHIPPED = Path(__file__).with_name("shipped")
 MOST_BYTES, MOST_LETTERS = 1 << 20, 1000  # of a file; of the reason why a kernel is wrong
-TWICE = 2
 
 
 def proofs_folder() -> Path:
@@ -60,15 +64,10 @@ def proofs_folder() -> Path:
 @functools.cache
 def environment(device: str) -> dict[str, str]:
     """What a proof is valid for: the device's name, and the versions of all that computes."""
-    digest = hashlib.sha256()  # of the kernels installed: a checkout changes without its version
-    for path in sorted(Path(fastpar.kernels.__file__).parent.rglob("*")):
-        if path.suffix in (".py", ".json"):
-            digest.update(path.read_bytes())
-    about = {"fastpar": f"{__version__} {digest.hexdigest()[:8]}", "torch": torch.__version__}
-    about["module"] = "none"  # else which build of csrc/ is installed
-    if _C is not None:
-        status = Path(_C.__file__).stat()
-        about["module"] = f"{status.st_size} bytes, {status.st_mtime_ns}"
+    about = {"fastpar": __version__, "torch": torch.__version__}
+    # Which build of csrc/ is installed, by what it holds: a copy is the same.
+    about["module"] = "none" if _C is None else _digest(Path(_C.__file__))
+    about["csrc"] = _digest(*Path(__file__).resolve().parents[2].glob("csrc/*"))  # in a checkout
     if device == "cuda":
         about["device"] = torch.cuda.get_device_name()
         about["driver"] = _driver()
@@ -78,6 +77,13 @@ def environment(device: str) -> dict[str, str]:
         about["device"] = f"CPU {cpu_name()}, {torch.get_num_threads()} threads"
         about["kernels"] = _C.isa() if _C is not None else "no compiled module"
     return about
+
+
+def _digest(*files: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for path in files if path.is_file()):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8] if files else "none"
 
 
 def cpu_name() -> str:
@@ -100,25 +106,43 @@ def _driver() -> str:
     return "unknown"
 
 
-def _without_module(about: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in about.items() if name != "module"}
+def _versions(about: dict[str, str]) -> dict[str, str]:
+    """All but which build of csrc/ it is."""
+    return {name: value for name, value in about.items() if name not in ("module", "csrc")}
+
+
+def _releases(about: dict[str, str]) -> dict[str, str]:
+    """What a shipped table is valid for; see [Note: shipped]."""
+    kept = {name: about.get(name, "") for name in ("device", "fastpar", "torch", "triton")}
+    return {**kept, "torch": kept["torch"].partition("+")[0]}
+
+
+def _name(about: dict[str, str]) -> str:
+    device = re.sub(r"[^A-Za-z0-9]+", "-", about["device"]).strip("-").lower()
+    text = json.dumps(about, sort_keys=True)
+    return f"{device}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
 
 
 def file_name(about: dict[str, str]) -> str:
     """The name of a table's file: the device, and a digest of all versions but csrc's build."""
-    name = re.sub(r"[^A-Za-z0-9]+", "-", about["device"]).strip("-").lower()
-    text = json.dumps(_without_module(about), sort_keys=True)
-    return f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
+    return _name(_versions(about))
+
+
+def shipped_name(about: dict[str, str]) -> str:
+    """The same of a table that ships."""
+    return _name(_releases(about))
 
 
 def row_of(case: Case, proof: Proof) -> dict[str, Any]:
     """A proof as a JSON object."""
     where = {"op": case.op, "dtype": str(case.dtype).removeprefix("torch."), "size": case.size}
+    where["sources"] = digest_of(case.op)
     return where | proof._asdict() | {"peers": [peer._asdict() for peer in proof.peers]}
 
 
 def parse_proofs(device: str, content: Any) -> dict[Case, Proof]:
-    """The proofs in a file's content; raises ValueError, KeyError, ... if it is malformed."""
+    """The proofs in a file's content, without those of ops whose sources changed; raises
+    ValueError, KeyError, ... if it is malformed."""
     found = {}
     for row in content["proofs"]:
         case = Case(device, row["op"], getattr(torch, row["dtype"]), row["size"])
@@ -130,11 +154,15 @@ def parse_proofs(device: str, content: Any) -> dict[Case, Proof]:
             all(isinstance(t, str) and len(t) <= MOST_LETTERS and t.isprintable() for t in texts)
             and (isinstance(case.op, str) and isinstance(case.size, int))
             and (isinstance(case.dtype, torch.dtype) and row["chosen"] in (OWN, STOCK))
+            and isinstance(row["stock_right"], bool)
             and {forward, backward} <= {OWN, *PEERS}
         ):
             raise ValueError(shown(row))
-        proof = Proof(row["chosen"], row["wrong"], **times, serves=(forward, backward), peers=peers)
-        found[case] = proof
+        if row["sources"] == digest_of(case.op):
+            found[case] = Proof(
+                row["chosen"], row["wrong"], **times, serves=(forward, backward), peers=peers,
+                stock_right=row["stock_right"],
+            )  # fmt: skip
     return found
 
 
@@ -161,9 +189,9 @@ class ProofTable:
         self.path = proofs_folder() / file_name(self.about)
         self.proofs: dict[Case, Proof] = {}
         self.source: Path | None = None
-        self._tried: dict[str, int] = {}  # case -> trials that began and did not end
+        self._tried: set[str] = set()  # cases whose trials began and did not end
         self._warned = self._is_locked = False
-        self._load(SHIPPED / self.path.name)
+        self._load(SHIPPED / shipped_name(self.about))
         self._load(self.path)
 
     def _warn(self, text: str) -> None:
@@ -177,15 +205,16 @@ class ProofTable:
         try:
             content = parse_object(read_plain(path, MOST_BYTES))
             about, here = dict(content["about"]), self.about
-            if path.parent == SHIPPED:  # another build of the same kernels
-                about, here = _without_module(about), _without_module(here)
-            elif about != here and _without_module(about) == _without_module(here):
-                return False  # of another checkout, or before a new build: replaced
-            if content["version"] != VERSION or about != here:
+            ships = path.parent == SHIPPED
+            same = _releases if ships else _versions
+            if content["version"] != VERSION or same(about) != same(here):
                 raise ValueError("it is for another version or machine")
+            build = "csrc" if ships else "module"
+            if about[build] != here[build] and not (ships and here[build] == "none"):
+                return False  # of another checkout, or before a new build: replaced
             proofs = parse_proofs(self.device, content)
-            tried = dict(content["tried"])
-            if not all(isinstance(count, int) and count > 0 for count in tried.values()):
+            tried = set(content["tried"])
+            if not all(isinstance(case, str) for case in tried):
                 raise ValueError(f"tried: {shown(tried)}")
         except (FileNotFoundError, NotADirectoryError):
             return False
@@ -199,7 +228,8 @@ class ProofTable:
     def save(self) -> None:
         """Replaces the file; warns once if that fails."""
         rows = [row_of(case, proof) for case, proof in self.proofs.items()]
-        content = {"version": VERSION, "about": self.about, "proofs": rows, "tried": self._tried}
+        content = {"version": VERSION, "about": self.about, "proofs": rows}
+        content["tried"] = sorted(self._tried)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self.path, json.dumps(content, indent=1) + "\n")
@@ -227,17 +257,15 @@ class ProofTable:
                 os.close(descriptor)
 
     @contextlib.contextmanager
-    def trial(self, case: Case) -> Iterator[str]:
-        """Around a trial: "", or why it must not begin; see [Note: a trial that ends ...]."""
+    def trial(self, case: Case) -> Iterator[bool]:
+        """Around a trial: whether a process ended during it; see [Note: a trial that ends ...]."""
         name = str(case)
+        ended = name in self._tried
         if self._is_locked:
-            if self._tried.get(name, 0) >= TWICE:
-                yield f"the process ended {TWICE} times during its trial"
-                return
-            self._tried[name] = self._tried.get(name, 0) + 1
+            self._tried.add(name)
             self.save()
         try:
-            yield ""
+            yield ended
         finally:
-            self._tried.pop(name, None)
+            self._tried.discard(name)
             self.save()

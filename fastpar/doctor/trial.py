@@ -24,10 +24,10 @@ idle device, as the time until the call returns. Inputs are random: zeros run up
 all alike; medians are compared within one run only. Every row states the number of threads.
 
 [Note: compiled ahead] A Triton kernel takes a second or two to compile, and a first step would
-compile them one after another on every rank. warm() makes the calls of a proof on CPU tensors,
-records their launches for this GPU's architecture, and each of its processes compiles every n-th
-distinct launch into Triton's cache on disk. A launch compiled this way has the key that Triton's
-own launcher looks up (tests/ops/test_triton_launch.py).
+compile them one after another on every rank. warm() makes the calls of a proof on CPU tensors and
+records their launches for this GPU's architecture; each of its processes compiles every n-th
+distinct launch that Triton's cache on disk does not hold. A launch compiled this way has the key
+that Triton's own launcher looks up (tests/ops/test_triton_launch.py).
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fastpar.doctor.table import parse_proofs, row_of
 from fastpar.files.packages import call_command
 from fastpar.kernels import backend
 from fastpar.kernels.attention import peers as attention_peers
@@ -62,6 +64,7 @@ from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof, trying
 from fastpar.kernels.config_table import TABLES
 
 Call = Callable[[], Any]
+Result = TypeVar("Result")
 CYCLES_PER_US = 2000.0  # of a GPU at 2 GHz; on slower GPUs the sleep is longer than intended
 
 
@@ -185,7 +188,6 @@ Times = dict[str, tuple[float, float]]  # ms of forward and backward
 SLOWER = 1.03  # fastpar / instead: ratios below count as equally fast
 SECONDS = 0.6  # of timing, per op and pass
 TIMINGS = 4
-HOST_ROWS = 8192  # of a timed call: with more rows a step waits for the GPU, not for the host
 MUCH_SLOWER = 8.0  # than fastpar's kernel: two calls are enough
 MOST_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # of a timed tensor: 32 MB, 512 MB in fp32
 FUSED_BY_COMPILE = frozenset({  # by torch.compile, from PyTorch's functions
@@ -194,7 +196,10 @@ FUSED_BY_COMPILE = frozenset({  # by torch.compile, from PyTorch's functions
 })  # fmt: skip
 DEFAULT_ROWS = {"cpu": 512, "cuda": 1 << 15}  # on a GPU 32 samples of 1024 tokens
 NO_TIME = (0.0, 0.0)
-LIMIT_S, START_S = 30, 120  # for a trial in its own process, and for that process to start
+# For the trial of a peer or a whole proof in a process of its own, and for that process to start.
+LIMIT_S, TRIAL_S, START_S = 30, 300, 120
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)  # by the kernel
+FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)  # time limits, lack of memory
 STARTED = "started"
 MOST_LETTERS = 300  # of an error
 
@@ -209,28 +214,37 @@ def prove(case: Case, rows: int = 0, compiled: bool = False) -> Proof:
     Raises:
         torch.OutOfMemoryError: too little memory is left, for instance by a large model.
     """
-    threads = torch.get_num_threads()
-    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    strict = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
 
     def alone() -> Proof:
-        torch.set_num_threads(threads)
-        if gpu is not None:
-            torch.cuda.set_device(gpu)
         proof = _prove(case, rows, compiled and case.op in FUSED_BY_COMPILE)
-        if gpu is not None:
+        if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # the oracle's memory
         return proof
 
+    strict = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     if strict:  # an oracle may have no deterministic form; that is not the kernel's fault
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with ThreadPoolExecutor(1) as thread:  # see [Note: surroundings]
-            return thread.submit(alone).result()
+        return _in_a_thread(alone)
     finally:
         if strict:  # else the call would import torch's compiler, which takes seconds
             torch.use_deterministic_algorithms(True, warn_only=warns)
+
+
+def _in_a_thread(call: Callable[[], Result]) -> Result:
+    """call() with this thread's number of threads and GPU; see [Note: surroundings]."""
+    threads = torch.get_num_threads()
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def alone() -> Result:
+        torch.set_num_threads(threads)
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        return call()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(alone).result()
 
 
 def _cases(case: Case, rows: int) -> tuple[list[OpCase], list[OpCase]]:
@@ -243,6 +257,8 @@ def _cases(case: Case, rows: int) -> tuple[list[OpCase], list[OpCase]]:
 
 
 def _prove(case: Case, rows: int, compiled: bool) -> Proof:
+    if not case.dtype.is_floating_point:  # bins of a norm
+        case = case._replace(dtype=torch.float32)
     rows = rows or DEFAULT_ROWS[case.device]
     found, checked = _cases(case, rows)
     if not found:
@@ -259,20 +275,32 @@ def _prove(case: Case, rows: int, compiled: bool) -> Proof:
     seen: list[Proof] = []
     while len(seen) < TIMINGS:
         right = [name for name, why in others.items() if not why]
-        times, failed = _times(case, found[0], compiled, right, host=rows <= HOST_ROWS)
+        times, failed = _times(case, found[0], compiled, right)
         if OWN in failed:
             return Proof(STOCK, failed[OWN])
         others |= {name: why for name, why in failed.items() if name in others}
         able = {name: times[name] for name in (OWN, *right) if name in times}
         seen.append(_by_times(times, _fastest(case, checked, able), others))
         if _choice_of(seen[-1]) in (OWNS, *map(_choice_of, seen[:-1])):
-            return seen[-1]
+            return _beside_stock(case, checked, seen[-1])
     return seen[-1]._replace(  # what is compiled is chosen by these times, later
         chosen=OWN,
         serves=(OWN, OWN),
         own_ms=min((proof.own_ms for proof in seen), key=sum),
         compiled_ms=max((proof.compiled_ms for proof in seen), key=sum),
     )
+
+
+def _beside_stock(case: Case, checked: Sequence[OpCase], proof: Proof) -> Proof:
+    """With whether PyTorch's own functions, if they were faster, are right, bits included."""
+    fastest = min(sum(proof.own_ms), sum(proof.instead_ms) or sum(proof.own_ms))
+    if case.op.startswith("attention") or not 0 < SLOWER * sum(proof.stock_ms) < fastest:
+        return proof  # attention's are among the peers
+    alone = [replace(one, fn=one.stock or one.eager) for one in checked]
+    try:
+        return proof._replace(stock_right=not what_is_wrong(case, alone))
+    except torch.OutOfMemoryError:
+        return proof
 
 
 def _by_times(times: Times, serves: tuple[str, str], others: Mapping[str, str]) -> Proof:
@@ -360,53 +388,90 @@ def what_is_wrong(case: Case, found: Sequence[OpCase], what: str = OWN) -> str:
 
 def wrong_in_subprocess(case: Case, rows: int, name: str) -> str | None:
     """what_is_wrong of a peer, found in a process of its own, which may hang or crash; None: the
-    process did not start or ran out of memory."""
+    process did not start, ran out of memory or was ended from outside."""
+    found = _child(case, rows, name, False, LIMIT_S)
+    if found.status == 0:
+        why: str | None = found.result
+        return why
+    if not found.started:
+        text = f"{case}: {name} was not tried because its process did not start: {found.how}"
+        warnings.warn(text, stacklevel=2)
+        return None
+    if found.status == -signal.SIGALRM:
+        return f"its trial took more than {LIMIT_S} s"
+    return None if found.status in FROM_OUTSIDE else f"its trial ended with {found.how}"
+
+
+def prove_apart(case: Case, rows: int, compiled: bool) -> Proof | str:
+    """prove() in a process of its own, because another process ended during this trial; or why
+    nothing is known of the kernel: only a crash is its fault."""
+    found = _child(case, rows, OWN, compiled, TRIAL_S)
+    if found.status == 0 and found.result is not None:
+        return parse_proofs(case.device, {"proofs": [found.result]})[case]
+    if -(found.status or 0) in CRASHES:
+        name = signal.Signals(-(found.status or 0)).name
+        return Proof(STOCK, f"the process of its trial ended by {name}")
+    if found.status == 0:
+        return "out of memory during its trial"
+    return f"the process of its trial ended with {found.how}"
+
+
+class _Ended(NamedTuple):
+    """How a process of main() ended."""
+
+    status: int | None  # -SIGALRM also if it had to be killed
+    started: bool
+    result: Any
+    how: str
+
+
+def _child(case: Case, rows: int, name: str, compiled: bool, limit_s: int) -> _Ended:
     gpu = None
     if case.device == "cuda":
         gpu = torch.cuda.current_device()
         torch.cuda.empty_cache()  # for that process
-    arguments = [*case, rows, name, gpu]
+    arguments = [*case, rows, name, compiled, gpu, torch.get_num_threads(), limit_s]
     arguments[2] = str(case.dtype).removeprefix("torch.")
     command = [*call_command("fastpar.doctor.trial.main"), json.dumps(arguments)]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
     )
+    late = False
     try:
-        out, err = process.communicate(timeout=START_S + LIMIT_S)
+        out, err = process.communicate(timeout=START_S + limit_s)
     except subprocess.TimeoutExpired:
+        late = True
         process.kill()
         out, err = process.communicate()
     lines, status = out.splitlines(), process.returncode
     how = f"status {status} {_line(err, -1)}".strip()
-    if STARTED not in lines:
-        text = f"{case}: {name} was not tried because its process did not start: {how}"
-        warnings.warn(text, stacklevel=2)
-        return None
-    if status == 0:
-        why: str | None = json.loads(lines[-1])
-        return why
-    if status in (-signal.SIGALRM, -signal.SIGKILL):
-        return f"its trial took more than {LIMIT_S} s"
-    return f"its trial ended with {how}"
+    result = json.loads(lines[-1]) if status == 0 and STARTED in lines else None
+    return _Ended(-signal.SIGALRM if late else status, STARTED in lines, result, how)
 
 
 def main() -> None:
-    """The process of wrong_in_subprocess: prints STARTED, then the result."""
-    device, op, dtype, size, rows, name, gpu = json.loads(sys.argv[1])
+    """The process of _child: prints STARTED, then the result: of fastpar's kernel its proof, of a
+    peer why it is wrong; None without memory."""
+    device, op, dtype, size, rows, name, compiled, gpu, threads, limit_s = json.loads(sys.argv[1])
     case = Case(device, op, getattr(torch, dtype), size)
+    torch.set_num_threads(threads)
     if gpu is not None:
         torch.cuda.set_device(gpu)
         torch.cuda.synchronize()
     print(STARTED, flush=True)
-    signal.alarm(LIMIT_S)  # ends the process even inside a kernel
-    try:
-        why: str | None = what_is_wrong(case, _cases(case, rows)[1], name)
-    except torch.OutOfMemoryError:
-        why = None
-    except DeviceLost as lost:
-        why = lost.why
-    print(json.dumps(why))
+    signal.alarm(limit_s)  # ends the process even inside a kernel
+    proof: Proof | None = None
+    result: Any = None
+    with contextlib.suppress(torch.OutOfMemoryError):
+        try:
+            if name == OWN:
+                proof = prove(case, rows, compiled)
+            else:
+                result = what_is_wrong(case, _cases(case, rows)[1], name)
+        except DeviceLost as lost:
+            proof, result = (lost.proof, None) if name == OWN else (None, lost.why)
+    print(json.dumps(result if proof is None else row_of(case, proof)))
 
 
 class DeviceLost(SystemExit):
@@ -450,7 +515,7 @@ def _random_like(x: Tensor) -> Tensor:
 
 
 def _times(
-    case: Case, one: OpCase, compiled: bool, others: Sequence[str], *, host: bool
+    case: Case, one: OpCase, compiled: bool, others: Sequence[str]
 ) -> tuple[Times, dict[str, str]]:
     """Times of fastpar's kernel, of what runs instead, of stock PyTorch, of stock PyTorch under
     torch.compile, and of other implementations; see time_ways."""
@@ -465,16 +530,15 @@ def _times(
         with config.patch(donated_buffer=False):  # backward is called repeatedly
             function(*one.inputs(case.dtype, case.device).values())
         ways["compiled"] = (stock, function)
-    return time_ways(case, one, ways, host=host)
+    return time_ways(case, one, ways)
 
 
 def time_ways(
-    case: Case, one: OpCase, ways: Mapping[str, tuple[Way, Any]], *, host: bool = False
+    case: Case, one: OpCase, ways: Mapping[str, tuple[Way, Any]]
 ) -> tuple[Times, dict[str, str]]:
     """The times of each (way, function), which is called inside way(); why others have none.
 
-    host: where the host takes longer to start a call than the GPU to run it, the host's time
-    counts. A variant that takes MUCH_SLOWER times as long as the first is called only twice.
+    A variant that takes MUCH_SLOWER times as long as the first is called only twice.
 
     Raises:
         DeviceLost: this process can no longer use the GPU.
@@ -520,8 +584,6 @@ def time_ways(
         near = {name: call for name, call in calls[direction].items() if times[name] <= most}
         timed = interleave(near, clock, budget_s=SECONDS, min_runs=3) if near else {}
         times |= {name: timing.p20_ms for name, timing in timed.items()}
-        for name, (call,) in calls[direction].items() if host else ():
-            times[name] = max(times[name], (clock.host_us(call) or 0.0) / 1e3)
     return {name: (ms, first[1].get(name, 0.0)) for name, ms in first[0].items()}, failed
 
 
@@ -536,24 +598,27 @@ def warm(
     processes: int | None = None,
     forced: Sequence[Forced | None] = (),
 ) -> list[str]:
-    """Compiles what proofs of these cases launch; returns the errors, which the proof repeats.
+    """Compiles what proofs of these cases launch and Triton's cache does not hold; returns the
+    errors, which the proof repeats.
 
     Args:
         forced: for each case, an entry that replaces one of its config tables'; default: none.
         gpu: compute capability (80 for sm_80) and count of multiprocessors, which determine grids
             and thus the arguments of kernels.
-        processes: by default one per core that this process may use, at most 16.
+        processes: at most so many; by default one per core that this process may use, at most 16.
     """
-    count = processes or min(16, len(os.sched_getaffinity(0)))
     rows = [
         [case.op, str(case.dtype).removeprefix("torch."), case.size, instead]
         for case, instead in itertools.zip_longest(cases, forced)
     ]
+    jobs, errors = _in_a_thread(functools.partial(missing, rows, gpu))
+    count = min(processes or min(16, len(os.sched_getaffinity(0))), len(jobs))
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["OMP_NUM_THREADS"] = "1"
+    command = call_command("fastpar.doctor.trial.compile_part")
     running = [
         subprocess.Popen(
-            [*call_command("fastpar.doctor.trial.compile_part"), json.dumps([gpu, i, count, rows])],
+            [*command, json.dumps([gpu, rows, jobs[i::count]])],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -561,13 +626,64 @@ def warm(
         )
         for i in range(count)
     ]
-    errors = [line for process in running for line in process.communicate()[0].splitlines()]
+    errors += [line for process in running for line in process.communicate()[0].splitlines()]
     ended = {process.returncode for process in running} - {0}
     return errors + [f"a process ended with status {status}" for status in ended]
 
 
+Jobs = list[tuple[int, int]]  # row, number of a launch
+
+
+def missing(rows: Sequence[Any], gpu: tuple[int, int]) -> tuple[Jobs, list[str]]:
+    """Each distinct launch that Triton's cache does not hold; and what could not be recorded."""
+    found, seen, errors = Jobs(), set[str](), list[str]()
+    for i, row in enumerate(rows):
+        try:
+            launches = _launches(row, gpu)
+        except Exception as error:
+            errors.append(f"{row[0]} {row[1]}: {_line(str(error), 0) or type(error).__name__}")
+            continue
+        for n, launch in enumerate(launches):
+            kind = repr(
+                (launch.name, launch.signature, launch.constexprs, launch.attrs, launch.options)
+            )
+            if kind not in seen and compile_launch(launch, gpu, only_look=True) is None:
+                found.append((i, n))
+            seen.add(kind)
+    return found, errors
+
+
+def _launches(row: Sequence[Any], gpu: tuple[int, int]) -> list[Any]:
+    op, dtype, size, forced = row
+    return launches_of(Case("cpu", op, getattr(torch, dtype), size), gpu, forced)
+
+
+def compile_launch(launch: Any, gpu: tuple[int, int], only_look: bool = False) -> Any:
+    """A launch, compiled by way of Triton's cache; only_look: None if it is not there."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source_of = importlib.import_module(GLUON).GluonASTSource if launch.kernel.is_gluon() else None
+    source = (source_of or ASTSource)(
+        launch.kernel, launch.signature, launch.constexprs, launch.attrs
+    )
+    if only_look:
+        source.make_ir = None  # which is called for what is not in the cache
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            target = GPUTarget("cuda", gpu[0], 32)
+            return triton.compile(source, target=target, options=launch.options)
+    except Exception:
+        if not only_look:
+            raise
+        return None
+
+
 def launches_of(case: Case, gpu: tuple[int, int], forced: Forced | None = None) -> list[Any]:
-    """The launches of a proof's calls, forward and backward."""
+    """The launches of a proof's calls, forward and backward; none of an op without Triton."""
+    if "triton" not in backend.OPS.get(case.op.removesuffix("_masked"), ("", ""))[1]:
+        return []
     from fastpar.kernels.triton_launch import record
 
     found: list[Any] = []
@@ -605,29 +721,14 @@ def _call_hopper_kernels(case: Case) -> None:
 
 
 def compile_part() -> None:
-    """One of `count` processes: compiles its share, prints what could not be compiled."""
-    gpu, index, count, rows = json.loads(sys.argv[1])
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    """One of warm()'s processes: compiles its share, prints what could not be compiled."""
+    gpu, rows, jobs = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    step = count if len(rows) >= count else 1  # with many cases each process takes its own
-    distinct = {
-        repr((x.name, x.signature, x.constexprs, x.attrs, x.options)): x
-        for op, dtype, size, forced in (rows[index::count] if step > 1 else rows)
-        for x in launches_of(Case("cpu", op, getattr(torch, dtype), size), gpu, forced)
-    }
-    target = GPUTarget("cuda", gpu[0], 32)
-    for i, launch in enumerate(distinct.values()):
-        if step > 1 or i % count == index:
-            source_of = ASTSource
-            if launch.kernel.is_gluon():
-                source_of = importlib.import_module(GLUON).GluonASTSource
-            source = source_of(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
+    for i, numbers in itertools.groupby(jobs, key=lambda job: job[0]):
+        launches = _launches(rows[i], gpu)
+        for _, n in numbers:
             try:
-                with contextlib.redirect_stdout(sys.stderr):
-                    triton.compile(source, target=target, options=launch.options)
+                compile_launch(launches[n], gpu)
             except Exception as error:
                 first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                print(f"{launch.name}: {first_line}")
+                print(f"{launches[n].name}: {first_line}")

@@ -282,9 +282,11 @@ class Reducer:
         for bucket in self._buckets if self._settings.deterministic else ():
             for position in sorted(bucket.seen):
                 bucket.adopt(position)
-        for bucket, position in self._unused:
-            if bucket.used()[position].item() > 0:
-                bucket.adopt(position)
+        if self._unused:  # the host waits for the device, once
+            flags = [bucket.used()[position].float() for bucket, position in self._unused]
+            for (bucket, position), used in zip(self._unused, torch.stack(flags).tolist()):
+                if used > 0:
+                    bucket.adopt(position)
 
 
 class PartialGradients:

@@ -20,6 +20,7 @@ from fastpar.comm.collectives import Collectives, OneRank
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.transports import make_collectives
 from fastpar.comm.wires import CODES, Encoders, rounded_weights
+from fastpar.doctor.doctor import FLAT_OPS, expect
 from fastpar.engine.absent import Hook, guard_optimizers, refuse_ddp
 from fastpar.engine.bucket import STAGES, BucketGroups, BucketState, Settings, Stage
 from fastpar.engine.control import prove_together
@@ -29,6 +30,7 @@ from fastpar.engine.gathers import find_units, unit_of_parameters
 from fastpar.engine.gradients import Places
 from fastpar.engine.shards import Shards, guard_state_dicts
 from fastpar.files.tensor_file import FLOATS
+from fastpar.foreign.patch import calls_of
 from fastpar.foreign.tp_plan import Plan, plan_for, tells_rows
 from fastpar.kernels import _C, Fp8
 from fastpar.kernels.choice import ignore_times_for
@@ -162,6 +164,7 @@ def parallelize(
     making.make = maker.make
     mesh.check_same("parallelize", [*(f"{k}={v}" for k, v in options.items()), *inventory(model)])
     prove_together(mesh)
+    expect({*calls_of(model), *((op, 0) for op in FLAT_OPS)}, "cuda", torch.float32)
     for axis in every():
         axis.cut(making)
     for axis in reversed(every()):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fastpar.doctor.doctor import expect
+from fastpar.doctor.doctor import Calls, expect
 from fastpar.foreign import fused
 from fastpar.foreign.proof import features, on_the_cpu
 from fastpar.foreign.recognize import TORCH_CLASSES, Looks, plan, plan_losses
@@ -160,9 +160,9 @@ _CALLS: tuple[tuple[type[nn.Module], str, Callable[[Any], int]], ...] = (
 )
 
 
-def calls_of(model: nn.Module) -> set[tuple[str, int]]:
-    """The ops that a patched model calls, with their last dimensions; without ops whose size
-    depends on the data, such as a stand-alone GELU."""
+def calls_of(model: nn.Module) -> Calls:
+    """The ops that a model of fastpar's modules calls; without ops whose size depends on the data,
+    such as a stand-alone GELU."""
     return {
         (op, size(module))
         for module in model.modules()

@@ -71,6 +71,7 @@ from fastpar.axes.experts.mixture import Experts, Router, Stack
 from fastpar.axes.grid import Grid, grid_dropout, grid_norm
 from fastpar.axes.tensor.functional import TensorParallel, column_linear, gather, row_linear
 from fastpar.axes.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
+from fastpar.doctor.doctor import expect_gpt
 from fastpar.kernels import (
     DelayedScales,
     Fp8,
@@ -577,9 +578,11 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config, mlp) for mlp in mlps)
         fill(self, last_parts(config), config)
         init_weights(self, seed)
+        expect_gpt(config)
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
         self.tp = tp
+        expect_gpt(self.config, tp.size)
         ends = first_parts(self.config) + last_parts(self.config)
         tables = [part for part in ends if part.op in ("embedding", "loss")]
         states = states_of(tables, self.config, tp)

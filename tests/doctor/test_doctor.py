@@ -3,9 +3,11 @@
 import itertools
 import json
 import math
+import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from train_runs import FEW, Runs, bits, in_folder, make_text, steps
 
 import fastpar
-from fastpar.doctor import doctor, report, trial
+from fastpar.doctor import doctor, report, sources, trial
 from fastpar.doctor import table as table_module
 from fastpar.doctor.report import DoctorCommand
 from fastpar.doctor.table import ProofTable
@@ -279,16 +281,54 @@ def test_an_unwritable_folder_is_reported_once_and_the_proofs_count(quick, monke
     assert choice.proofs[GELU]
 
 
-def test_a_trial_that_ended_its_process_twice_is_not_begun_again(monkeypatch):
-    monkeypatch.setattr(doctor, "prove", lambda *args: Proof(OWN))
-    for _ in range(2):
-        table = ProofTable("cpu")
-        with table.locked():
-            trial_of_it = table.trial(GELU)
-            assert trial_of_it.__enter__() == ""  # and the process is gone
-    proof = doctor.Prover().proof_of(GELU)
-    assert proof.chosen == STOCK
-    assert "ended 2 times during its trial" in proof.wrong
+def ended_during_the_trial_of(case):
+    """What another process left open."""
+    table = ProofTable("cpu")
+    with table.locked():
+        left = table.trial(case)
+        left.__enter__()
+    return left
+
+
+# Before its result, a process that makes the trial again does this.
+ENDS = {
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "crashed": "ctypes.string_at(0)",
+    "right": "None",
+}
+AGAIN = """
+import ctypes, os, signal
+from fastpar.doctor import trial
+from fastpar.kernels.choice import OWN, Proof
+trial.prove = lambda *args: ({what}, Proof(OWN, "", (1.0, 2.0)))[1]
+trial.main()
+"""
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_only_a_crash_in_a_trial_made_again_bars_a_kernel(monkeypatch, capsys, no_proofs, how):
+    """Time limits and lack of memory end the processes of right kernels, any number of times."""
+    left = [ended_during_the_trial_of(GELU) for _ in range(3)]
+    command = [sys.executable, "-c", AGAIN.format(what=ENDS[how])]
+    monkeypatch.setattr(trial, "call_command", lambda function: command)
+    monkeypatch.setattr(doctor, "prove", refuse)  # it might end this process, too
+    found = doctor.Prover().proof_of(GELU)
+    kept, said = ProofTable("cpu").proofs, capsys.readouterr().err
+    if how == "right":
+        assert kept == {GELU: Proof(OWN, "", (1.0, 2.0))}
+    elif how == "killed":
+        assert (found, kept) == (Proof(STOCK), {})
+        assert "ended with status -9; this process runs stock PyTorch" in said
+    else:
+        assert kept == {GELU: Proof(STOCK, "the process of its trial ended by SIGSEGV")}
+        assert "is WRONG" in said
+        monkeypatch.setattr(doctor, "_prover", doctor.Prover())
+        assert "WRONG: the process of its trial ended by" in "\n".join(report.known_choices())
+    assert json.loads(next(no_proofs.glob("*.json")).read_text())["tried"] == []
+    monkeypatch.setattr(doctor, "prove", lambda *args: Proof(OWN))  # `doctor --again`
+    assert doctor.Prover().proof_of(GELU, again=True) == Proof(OWN)
+    assert ProofTable("cpu").proofs == {GELU: Proof(OWN)}
+    del left
 
 
 def test_an_interrupted_trial_leaves_nothing_behind(monkeypatch):
@@ -411,6 +451,46 @@ def test_the_first_call_of_a_patched_model_has_all_of_it_proven_at_once(monkeypa
     assert set(asked.pop()) == expected
     doctor.prove_first_use(Case("cuda", "layer_norm", torch.bfloat16, 7), x)
     assert asked == [[("layer_norm", 7)]]
+
+
+def test_a_library_user_s_model_is_proven_at_once_behind_one_line(monkeypatch, capsys):
+    """Trials of seconds each, one by one in the first step, look like a program that hangs."""
+    monkeypatch.setattr(doctor, "table_of", lambda device: ProofTable("cpu"))
+    monkeypatch.setattr(backend, "check_gpu", lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    h100 = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: h100)
+    monkeypatch.setattr(doctor, "warm", lambda cases, gpu: [])
+    proven = []
+    monkeypatch.setattr(
+        doctor.Prover, "proof_of", lambda self, case, **_: proven.append(case) or Proof(OWN)
+    )
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=64, vocab_size=256, block_size=16)
+    fastpar.parallelize(fastpar.GPT(config), fastpar.Mesh(device="cpu"))
+    case = Case("cuda", "embedding", torch.bfloat16, 64)
+    doctor.prove_first_use(case, torch.empty(1, 64))
+    assert set(proven) == set(doctor.cases_of_model("cuda", torch.bfloat16, config))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"fastpar: proving {len(proven)} kernels on this GPU, once")
+    assert len(lines) == 1 + len(proven)  # on a terminal a bar
+    doctor.prove_first_use(case, torch.empty(1, 64))
+    assert not capsys.readouterr().err
+
+
+def test_a_split_gpt_announces_the_sizes_of_its_slices():
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=64, vocab_size=256, block_size=16)
+    doctor.expect_gpt(config)
+    doctor.expect_gpt(config, tp=2)
+    assert ("bias_gelu", 128) in doctor._expected
+    assert ("bias_gelu", 256) not in doctor._expected
+
+
+@pytest.mark.parametrize(("rows", "timed"), [(1, 1 << 13), (1 << 14, 1 << 14), (1 << 20, 1 << 15)])
+def test_the_rows_of_the_first_call_do_not_decide_for_all(monkeypatch, rows, timed):
+    asked = []
+    monkeypatch.setattr(doctor, "adopt", lambda cases, **how: asked.append(how) or {GELU: None})
+    doctor.prove_first_use(GELU, torch.empty(rows, 96, device="meta"))
+    assert asked == [{"rows": timed}]
 
 
 def test_proofs_have_their_kernels_compiled_before_them(monkeypatch):
@@ -669,14 +749,56 @@ def test_a_shipped_table_serves_every_build_of_the_same_kernels(monkeypatch, tmp
     table = table_with({GELU: Proof(OWN)})
     content = json.loads(table.path.read_text())
     table.path.unlink()
-    content["about"]["module"] = "of another machine's compiler"
-    (tmp_path / table.path.name).write_text(json.dumps(content))
+    content["about"] |= {"module": "of another compiler", "driver": "another", "threads": "7"}
+    content["about"]["torch"] = torch.__version__.partition("+")[0] + "+cu999"
+    path = tmp_path / table_module.shipped_name(content["about"])
+    path.write_text(json.dumps(content))
     monkeypatch.setattr(table_module, "SHIPPED", tmp_path)
     assert ProofTable("cpu").proofs == {GELU: Proof(OWN)}
+    about = table_module.environment("cpu")
+    for change, found in ({"csrc": "another"}, {}), ({"csrc": "none"}, {GELU: Proof(OWN)}):
+        monkeypatch.setattr(table_module, "environment", lambda device, c=change: about | c)
+        assert ProofTable("cpu").proofs == found  # a checkout's, and an installed package's
+    for name in ("torch", "fastpar", "device"):
+        other = content["about"] | {name: "1.0"}
+        assert table_module.shipped_name(other) != path.name
     content["about"]["torch"] = "1.0"
-    (tmp_path / table.path.name).write_text(json.dumps(content))
+    path.write_text(json.dumps(content))
     with pytest.warns(UserWarning, match="ignored"):
         assert ProofTable("cpu").proofs == {}
+
+
+def test_a_changed_line_in_one_op_leaves_the_proofs_of_others(monkeypatch):
+    norm = GELU._replace(op="layer_norm")
+    table_with({GELU: Proof(OWN), norm: Proof(STOCK)})
+    real = table_module.digest_of
+    monkeypatch.setattr(table_module, "digest_of", lambda op: "x" if "gelu" in op else real(op))
+    assert ProofTable("cpu").proofs == {norm: Proof(STOCK)}
+
+
+def test_a_proof_depends_on_the_op_s_sources_and_what_they_import():
+    of = {op: {str(p.relative_to(sources.KERNELS)) for p in sources.sources_of(op)} for op in (
+        *backend.OPS, "attention_masked", "weight_gradient", "keep_mask", "norm_bins"
+    )}  # fmt: skip
+    assert all("op.py" in files for files in of.values())
+    assert {"norm/triton.py", "norm/layer_norm_configs.json", "philox.py"} <= of["layer_norm"]
+    assert "embedding_triton.py" in of["embedding"]  # imported when it is called
+    assert not any(name.startswith("norm/") for name in of["bias_gelu"])
+    assert of["attention_masked"] == of["attention"]
+    whole = set.union(*of.values())
+    left = {str(p.relative_to(sources.KERNELS)) for p in sources.KERNELS.rglob("*.py")} - whole
+    assert left == {*sources.PASSED, "cases.py", "reference.py", "flops.py"}
+
+
+def test_a_copy_of_the_module_is_the_same_build(monkeypatch, tmp_path):
+    if table_module._C is None:
+        pytest.skip("needs the compiled module")
+    path = tmp_path / "_C.so"
+    path.write_bytes(Path(table_module._C.__file__).read_bytes())  # at another time
+    about = table_module.environment("cpu")
+    copy = SimpleNamespace(__file__=str(path), isa=table_module._C.isa)
+    monkeypatch.setattr(table_module, "_C", copy)
+    assert table_module.environment.__wrapped__("cpu") == about
 
 
 @pytest.mark.parametrize("what", ["fastpar", "module"])
@@ -702,10 +824,10 @@ def test_a_damaged_file_is_reported_ignored_and_replaced(no_proofs, tmp_path):
         {"chosen": "mine"}, {"dtype": "Tensor"}, {"op": ["bias_gelu"]}, {"size": "96"},
         {"size": 1e999}, {"own_ms": [-1.0, 0]}, {"own_ms": [math.nan, 0]}, {"own_ms": [1e999, 0]},
         {"wrong": 7}, {"wrong": "\x1b[2J"}, {"wrong": "x" * 5000}, {"serves": ["own"]},
-        {"serves": ["own", "other"]}, {"peers": [{"name": "cpu"}]},
+        {"serves": ["own", "other"]}, {"stock_right": 1}, {"peers": [{"name": "cpu"}]},
         {"peers": [{"name": "cpu", "wrong": "", "ms": [-1, 0]}]},
     )  # fmt: skip
-    wrong = [{"tried": {"x": 1e999}}, {"tried": {"x": -1}}, {"version": 2}]
+    wrong = [{"tried": [7]}, {"tried": 7}, {"version": 2}]
     wrong += [{"about": sound["about"] | {"torch": "1.0"}}, {"proofs": [row] * 100_000}]
     wrong += [{"proofs": [row | part]} for part in rows]
     for content in ("", "[]", "{", *(json.dumps(sound | part) for part in wrong)):
@@ -741,7 +863,7 @@ def test_hosts_that_share_a_folder_without_locks_do_not_count_each_others_trials
     for table in tables:
         with table.locked():
             trials.append(table.trial(GELU))
-            assert trials[-1].__enter__() == ""  # all at it at the same time
+            assert not trials[-1].__enter__()  # all at it at the same time
 
 
 def test_hosts_that_share_a_folder_keep_each_others_proofs():

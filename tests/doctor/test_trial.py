@@ -1,6 +1,5 @@
 """A trial: its timer, on a double of a GPU's clock too; who serves attention, by a trial of all."""
 
-import contextlib
 import sys
 import time
 from types import SimpleNamespace
@@ -116,7 +115,7 @@ def test_cuda_sample_hides_the_host(monkeypatch):
 def test_attention_s_forward_and_backward_are_by_whoever_is_faster(
     monkeypatch, no_proofs, cpu_ms, serves
 ):
-    monkeypatch.setattr(trial, "_times", lambda *_, host: (TIMES | {"cpu": cpu_ms}, {}))
+    monkeypatch.setattr(trial, "_times", lambda *_: (TIMES | {"cpu": cpu_ms}, {}))
     monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
     proof = doctor.adopt([PLAIN])[PLAIN]
     assert (proof.chosen, proof.serves) == (OWN, serves)
@@ -145,7 +144,7 @@ SEEN = {  # timings one after another, what is chosen
 def test_one_timing_of_a_busy_machine_decides_nothing(monkeypatch, case):
     timings, (chosen, *serves) = SEEN[case]
     given = iter(timings)
-    monkeypatch.setattr(trial, "_times", lambda *_, host: (next(given), {}))
+    monkeypatch.setattr(trial, "_times", lambda *_: (next(given), {}))
     monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
     proof = trial.prove(PLAIN)
     assert (proof.chosen, *proof.serves) == (chosen, *serves)
@@ -155,7 +154,7 @@ def test_one_timing_of_a_busy_machine_decides_nothing(monkeypatch, case):
 def test_one_timing_of_torch_compile_decides_nothing(monkeypatch):
     timings = [TIMES | {"cpu": (4.0, 4.0), "compiled": ms} for ms in ((1.0, 1.0), (3.0, 3.0))]
     given = iter(timings)
-    monkeypatch.setattr(trial, "_times", lambda *_, host: (next(given), {}))
+    monkeypatch.setattr(trial, "_times", lambda *_: (next(given), {}))
     monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
     assert not trial.is_faster_compiled(trial.prove(PLAIN))
     given = iter([timings[0]] * 2)
@@ -164,7 +163,7 @@ def test_one_timing_of_torch_compile_decides_nothing(monkeypatch):
 
 def test_an_implementation_that_is_wrong_serves_nothing(monkeypatch):
     """Alone, or as a forward for the own backward."""
-    monkeypatch.setattr(trial, "_times", lambda *_, host: (TIMES, {}))
+    monkeypatch.setattr(trial, "_times", lambda *_: (TIMES, {}))
     for broken, serves in (("cpu", ("own", "own")), ("cpu/own", ("own", "own"))):
         monkeypatch.setattr(
             trial,
@@ -198,32 +197,27 @@ def test_an_implementation_that_fails_at_the_timed_size_serves_nothing(monkeypat
     assert peer.wrong == "at B=1 T=128 D=64 H=4: RuntimeError: too many rows"
 
 
-def test_of_few_rows_the_host_s_time_counts(monkeypatch):
-    """A GPU waits for the host there: who is fast on the device alone gains nothing."""
-    device = {"own": 0.02, "hopper": 0.01, "long": 7.0}  # ms
-    host = {"own": 20.0, "hopper": 100.0, "long": 9000.0}  # us
-    one = proof_cases("bias_gelu", 96, "cpu", 64)[0]
-    last = []
+@pytest.mark.parametrize(
+    ("ms", "changes", "right"), [(0.5, 0.0, True), (0.5, 1e-3, False), (0.98, 0.0, False)]
+)
+def test_pytorch_alone_is_named_where_it_is_right_and_faster(monkeypatch, ms, changes, right):
+    """Not the fallback, which keeps fastpar's promises: both are timed."""
+    case, calls = Case("cpu", "bias_gelu", torch.float32, 96), []
 
-    def called(name):
-        return lambda x, bias: last.append(name) or F.gelu(x.detach() + bias.detach())
+    def alone(x, bias):
+        calls.append(1)
+        return F.gelu(x + bias, approximate="tanh") + changes * len(calls)
 
-    class Clock:
-        def sample(self, call):
-            call()
-            return device[last[-1]]
-
-        def host_us(self, call):
-            call()
-            return host[last[-1]]
-
-    monkeypatch.setattr(trial, "clock_for", lambda device: Clock())
-    ways = {name: (contextlib.nullcontext, called(name)) for name in device}
-    case = Case("cpu", "bias_gelu", torch.float32, 96)
-    times, _ = trial.time_ways(case, one, ways, host=True)
-    assert times == {"own": (0.02, 0), "hopper": (0.1, 0), "long": (9.0, 0)}
-    times, _ = trial.time_ways(case, one, ways)
-    assert times == {name: (ms, 0) for name, ms in device.items()}
+    found = proof_cases("bias_gelu", 96, "cpu", 64)[:2]
+    for one in found:
+        monkeypatch.setattr(one, "stock", alone)
+    monkeypatch.setattr(trial, "proof_cases", lambda *_: found)
+    times = {"own": (1.0, 1.0), "instead": (1.0, 1.0), "stock": (ms, 1.0)}
+    monkeypatch.setattr(trial, "_times", lambda *_: (times, {}))
+    proof = trial.prove(case)
+    assert (proof.chosen, proof.stock_right) == (OWN, right)
+    said = "\n".join(report.notes({case: proof}))
+    assert ("1.500, and are as right, with the same bits twice" in said) == right
 
 
 def test_a_peer_is_timed_in_both_directions(monkeypatch):
@@ -238,14 +232,16 @@ def test_one_that_cannot_serve_the_timed_call_is_not_tried(monkeypatch):
 
 
 CHILD = """
-import ctypes, sys, time
+import ctypes, os, sys, time
 from fastpar.doctor import trial
 from fastpar.kernels.attention.peers import PEERS
 how = sys.argv.pop(1)
 forward = PEERS["cpu"].forward
-faults = {"hangs": lambda: time.sleep(1e6), "crashes": lambda: ctypes.string_at(0), "is right": str}
+faults = {
+    "hangs": lambda: time.sleep(1e6), "crashes": lambda: ctypes.string_at(0), "is right": str,
+    "is killed": lambda: os.kill(os.getpid(), 9),
+}
 PEERS["cpu"] = PEERS["cpu"]._replace(forward=lambda *args: (faults[how](), forward(*args))[1])
-trial.LIMIT_S = 2 if how == "hangs" else 600
 trial.main()
 """
 
@@ -254,7 +250,8 @@ trial.main()
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ("hangs", "its trial took more than 600 s"),
+        ("hangs", "its trial took more than 2 s"),
+        ("is killed", None),
         slow("crashes", "its trial ended with status -11"),
         slow("is right", ""),
     ],
@@ -263,7 +260,7 @@ def test_one_that_may_hang_is_tried_in_a_process_of_its_own(monkeypatch, tmp_pat
     (tmp_path / "child.py").write_text(CHILD)
     command = [sys.executable, str(tmp_path / "child.py"), how]
     monkeypatch.setattr(trial, "call_command", lambda function: command)
-    monkeypatch.setattr(trial, "LIMIT_S", 600)
+    monkeypatch.setattr(trial, "LIMIT_S", 2 if how == "hangs" else 600)
     assert trial.wrong_in_subprocess(PLAIN._replace(size=64), 64, "cpu") == why
 
 

@@ -1,6 +1,8 @@
 """Kernels compiled before they are needed: those that calls launch, by several processes."""
 
+import os
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -9,10 +11,11 @@ from cells import sweep
 
 pytest.importorskip("triton", reason="needs triton")
 
-from fastpar.doctor import trial
+from fastpar.doctor import doctor, trial
 from fastpar.doctor.trial import launches_of, warm
 from fastpar.kernels import backend, bias_gelu, triton_launch
 from fastpar.kernels.choice import Case
+from fastpar.settings.model import GPTConfig
 
 DROPOUT = Case("cuda", "dropout", torch.bfloat16, 0)
 GELU = Case("cuda", "bias_gelu", torch.bfloat16, 96)
@@ -53,6 +56,42 @@ def test_the_hopper_kernels_are_compiled_where_they_are_tried(monkeypatch):
         assert hopper(case, gpu) == []
     monkeypatch.setattr(trial, "left_out", {"hopper"})
     assert hopper(ATTENTION, H100) == []
+
+
+def test_every_kernel_that_a_run_calls_can_be_recorded():
+    """Else a first step would wait until it is compiled. Here nothing is."""
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=128, vocab_size=1000, block_size=64)
+    cases = {*doctor.cases_of_model("cuda", torch.bfloat16, config, fp8=True)}
+    cases |= {*doctor.cases_of_model("cuda", torch.float16, config, tp=2)}
+    rows = [[case.op, str(case.dtype).removeprefix("torch."), case.size, None] for case in cases]
+    jobs, errors = trial.missing(rows, H100)
+    assert errors == []
+    assert {rows[i][0] for i, _ in jobs} == {
+        op for op, *_ in rows if "triton" in backend.OPS.get(op.removesuffix("_masked"), "  ")[1]
+    }
+
+
+COUNT = """
+import subprocess, torch
+from fastpar.doctor.trial import warm
+from fastpar.kernels.choice import Case
+start, started = subprocess.Popen, []
+def count(command, *args, **how):
+    started.extend(["compile_part" in str(command)])
+    return start(command, *args, **how)
+subprocess.Popen = count
+for _ in range(2):
+    errors = warm([Case("cuda", "dropout", torch.bfloat16, 0)] * 2, (90, 132), 16)
+    print(sum(started), errors)
+"""
+
+
+def test_no_more_processes_start_than_there_are_launches_to_compile(tmp_path):
+    """Each takes seconds to import torch and Triton."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", COUNT], env=env, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["1 []"] * 2, done.stderr  # dropout has one kernel
 
 
 def test_a_process_that_fails_is_reported(monkeypatch):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from cells import covering, slow, sweep
 from programs import SMALL, Net, assert_same, batch, fill, gradients, loss_of
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastpar
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
@@ -263,6 +264,31 @@ def test_parameters_that_some_ranks_leave_out(users, stage):
     for grads in run_ranks(part, 4):
         assert grads["b"] == [1.0, 2.0, 3.0, 4.0]
         assert grads["a"] == [1.0, 3.0, 5.0, 7.0]
+
+
+class Reads(TorchDispatchMode):
+    """Counts waits of the host for one number of a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **kwargs or {})
+
+
+def test_unused_parameters_are_not_asked_for_one_by_one():
+    """At stage 0 with several ranks each was a wait for the GPU in every step."""
+
+    def rank(n_unused):
+        model = nn.ModuleList(nn.Linear(2, 2) for _ in range(1 + n_unused))
+        model.forward = lambda x: model[0](x).sum()
+        model = parallelize(model, Mesh(device="cpu"), zero_stage=0)
+        with Reads() as reads:
+            model(torch.ones(1, 2)).backward()
+        assert [p.grad is None for p in model.parameters()] == [False] * 2 + [True] * 2 * n_unused
+        return reads.count
+
+    assert run_ranks(lambda: rank(9), 2) == run_ranks(lambda: rank(1), 2)
 
 
 CHANGED = r"p\.grad of '.*' was changed in place with tp=2, .* clip with fastpar\.AdamW\(max_grad"

@@ -7,7 +7,9 @@ An error is within what arithmetic explains (roundings.py), for the op's own ker
 torch's functions.
 """
 
+import contextlib
 import functools
+import itertools
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from cells import slow, torch_attends
 from more_cases import cases_of
 from roundings import allowed
 
-from fastpar.kernels import backend, cases
+from fastpar import kernels
+from fastpar.kernels import adamw, backend, cases
 from fastpar.kernels import reference as ref
 from fastpar.kernels.cases import FP32, FP64, MAKERS, OpCase, evaluate
 from fastpar.kernels.philox import make_key
@@ -49,11 +52,11 @@ def check(case: OpCase, dtype: torch.dtype, device: str) -> None:
         assert errors.max <= errors.bound, (case.op, case.shape, dtype, result, errors)
 
 
-def judge(op, sizes, device, dtypes=(), *, every=False, own=True, able=lambda inputs: True):
+def judge(op, sizes, device, dtypes=(), *, every=False, own=True, able=lambda case, inputs: True):
     """Not every: of each case one dtype in turn, of the plain one all. dtypes: those asked for."""
     triton = backend.choice == "triton"
     for number, case in enumerate(known(op, *sizes, device)):
-        if not able(case.inputs(case.dtypes[0], device)):
+        if not able(case, case.inputs(case.dtypes[0], device)):
             continue
         found = [d for d in dtypes_of(case) if d in dtypes or not dtypes]
         for dtype in found if every or not (number or dtypes) else [found[number % len(found)]]:
@@ -74,6 +77,15 @@ def judge(op, sizes, device, dtypes=(), *, every=False, own=True, able=lambda in
                 assert torch.equal(value.nan_to_num(), second[result].nan_to_num()), (where, result)
 
 
+def in_plain_torch(case, inputs):
+    """Whether PyTorch has functions for this: it rounds nothing at random."""
+    if case.op == "adamw_step_":
+        at_random = case.dtypes == (torch.bfloat16,) and "master" not in inputs
+        state = [inputs[name].dtype for name in ("exp_avg", "master") if name in inputs]
+        return not at_random and set(state) == {FP32}
+    return "random" not in case.shape
+
+
 EVERY = pytest.mark.parametrize("every", [False, slow(True)], ids=["some dtypes", "all dtypes"])
 
 
@@ -87,10 +99,12 @@ def test_on_a_cpu(op, every, monkeypatch):
     for choice in ("torch", "auto") if "cpp" in runs else ("auto",):
         monkeypatch.setattr(backend, "choice", choice)
         dtypes = () if "attention" not in op or torch_attends(torch.bfloat16) else (FP32, FP64)
-        judge(op, SIZES.get(op, (24, 96)), "cpu", dtypes, every=every, own=choice == "auto")
+        how = {"every": every, "own": choice == "auto"}
+        how |= {"able": in_plain_torch} if choice == "torch" else {}
+        judge(op, SIZES.get(op, (24, 96)), "cpu", dtypes, **how)
 
 
-def tiles_fit(inputs):
+def tiles_fit(case, inputs):
     """Whether Triton's attention has kernels for this head dimension."""
     q = next(iter(inputs.values()))
     return q.shape[-1] % 8 == 0 and q.shape[-1] >= 16
@@ -102,7 +116,7 @@ def tiles_fit(inputs):
 @pytest.mark.parametrize("op", IN_TRITON)
 def test_in_triton(op, every, triton_device):
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    able = tiles_fit if op.startswith("attention") else lambda inputs: True
+    able = tiles_fit if op.startswith("attention") else lambda case, inputs: True
     judge(op, INTERPRETED.get(op, (7, 96)), triton_device, dtypes, every=every, able=able)
 
 
@@ -123,8 +137,51 @@ def test_an_error_of_a_few_roundings_is_seen(break_it, monkeypatch):
         assert (case.measure(torch.float32, "cpu")["y"].max > most) == seen
 
 
-def test_every_op_has_a_maker():
-    assert set(backend.OPS) - set(MAKERS) == {"quantize_blockwise"}  # whose tests know every bit
+ONLY = {  # ops whose kernels run in some dtypes only
+    "weight_gradient": cases.HALF, "linear_fp8": (torch.bfloat16,),
+    "grouped_linear": (torch.bfloat16,), "dequantize_blockwise": (FP32,),  # its scales
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", backend.OPS)
+def test_every_kernel_that_can_run_has_a_case(op):
+    """In every dtype: without one a kernel would count as proven."""
+    if op in cases.UNPROVEN:
+        assert "triton" not in backend.OPS[op][1]
+        assert "cuda" not in backend.OPS[op][1]
+        return
+    ran = {dtype for case in cases.proof_cases(op, 96, "cpu", 64) for dtype in case.dtypes}
+    assert ran >= set(ONLY.get(op, backend.DTYPE_CODES))
+
+
+def test_every_way_of_adamw_to_store_its_state_has_a_case(monkeypatch):
+    """Of those that its check lets through."""
+    half, moments = (torch.bfloat16, torch.float16), (FP32, torch.bfloat16, torch.uint8)
+    ways = itertools.product((FP32, *half), (FP32, *half), moments, (FP32, torch.int16, None))
+    able, ran = set(), set()
+    for p, g, moment, master in ways:
+        x, kept = torch.empty(256, dtype=p), torch.empty(256, dtype=moment)
+        scale = torch.empty(1) if moment == torch.uint8 else None
+        of = None if master is None else torch.empty(256, dtype=master)
+        with contextlib.suppress(ValueError):
+            stochastic = master is None and p == torch.bfloat16
+            state = (kept, kept, None, of, (scale, scale), stochastic)
+            adamw.check_one(0, x, x.to(g), *state)
+            able.add((p, g, moment, master))
+    step = kernels.adamw_step_
+
+    def note(p, g, m, v, *args, **how):
+        master = how.get("master_weights", [None])[0]
+        kinds = p[0].dtype, g[0].dtype, m[0].dtype, None if master is None else master.dtype
+        ran.add(kinds)
+        step(p, g, m, v, *args, **how)
+
+    monkeypatch.setattr(kernels, "adamw_step_", note)
+    for case in cases.proof_cases("adamw_step_", 8, "cpu", 4):
+        for dtype in case.dtypes:
+            case.results(dtype, "cpu")
+    assert len(able) == 33
+    assert ran == able
 
 
 H100_SMS = 132

@@ -4,8 +4,10 @@ permute and combine with capacities; grouped_linear with several sources."""
 import pytest
 import torch
 from cells import sweep
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.kernels import combine, grouped_linear, linear, permute, route
+from fastpar.kernels.cases import proof_cases
 from fastpar.kernels.reference import combine_ref, grouped_linear_ref, permute_ref, route_ref
 from fastpar.testing import assert_matches_oracle
 
@@ -173,3 +175,27 @@ REFUSALS = [
 def test_what_is_refused(words, op, args):
     with pytest.raises(ValueError, match=words):
         op(*args)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that a call makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **kwargs or {})
+        for x in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return found
+
+
+def test_the_oracle_of_grouped_layers_makes_nothing_larger_than_its_arguments():
+    """A weight for each row was 19 GB at the rows and C = 768 of a proof, and as much again in
+    backward: where it did not fit, experts ran one by one."""
+    (case,) = proof_cases("grouped_linear", 32, "cpu", 1024)[:1]
+    inputs = list(case.inputs(torch.float64, "cpu").values())
+    with Largest() as largest:
+        y = case.ref(*inputs)
+        y.sum().backward()
+    assert largest.elements <= max(x.numel() for x in (y, *inputs))

@@ -7,16 +7,19 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cells import slow
 
 from bench import __main__ as door
-from bench import ingest
+from bench import gpu_cells, gpu_checks, ingest
 from bench.harness import Bench, Case
+from bench.ops import tune
 from bench.peers import packages
 from bench.peers.published import TOLERANCE, predict, published, table
 from bench.records import RESULTS, ResultFile, Row, load, machine
@@ -24,7 +27,7 @@ from bench.report import report
 from bench.systems import steps
 from fastpar.comm.ranks import RankFailed
 from fastpar.doctor.table import VERSION
-from fastpar.doctor.trial import CpuClock
+from fastpar.doctor.trial import CpuClock, launches_of
 from fastpar.kernels.reference import bias_gelu_ref
 from fastpar.predict import plan
 from fastpar.predict.machine import Ceilings
@@ -258,6 +261,24 @@ def test_the_planner_is_within_a_fifth_of_what_others_reported():
     assert table() in (RESULTS / "plan" / "published.md").read_text()
 
 
+@pytest.mark.parametrize(("arch", "sms"), [(80, 108), (90, 132)])
+def test_every_place_that_is_tuned_changes_what_runs(arch, sms):
+    """The tiles of kernels that no call launches cost half a minute of a GPU."""
+    pytest.importorskip("triton", reason="needs triton")
+
+    def launched(entry, config):
+        forced = (entry.table.name, entry.place, tuple(config))
+        return [
+            (x.name, x.grid, x.constants, x.options)
+            for x in launches_of(entry.case, (arch, sms), forced)
+        ]
+
+    for entry in tune.entries(arch):
+        if entry.table.name == "attention_configs" and entry.case.size == 64:
+            present, *others = entry.configs(arch).values()
+            assert launched(entry, present) != launched(entry, others[0]), entry.name
+
+
 # Cells of bench/gpu.sh
 
 
@@ -296,9 +317,100 @@ def test_the_tests_that_run_on_a_gpu_are_there():
     assert [file for file in files if not (ROOT / "tests" / f"{file}.py").exists()] == []
 
 
+def test_a_stage_has_time_for_its_cells_and_leaves_the_others_theirs():
+    starts = dict(zip(gpu_cells.END, (0, *gpu_cells.END.values())))
+    assert list(gpu_cells.END.values())[-1] == gpu_cells.LIMIT_S
+    order = [one.stage for one in gpu_checks.CELLS]
+    assert order == sorted(order, key=list(gpu_cells.END).index)
+    for stage, end in gpu_cells.END.items():
+        limits = [one.limit_s for one in gpu_checks.CELLS if one.stage == stage]
+        alone = stage != "checks"  # there six run at once
+        assert (sum if alone else max)(limits or [0]) <= end - starts[stage]
+    names = [one.name for one in (*gpu_checks.CELLS, *gpu_checks.ON_REQUEST)]
+    assert len(set(names)) == len(names)
+
+
+def come_half_way():
+    gpu_cells.note(at="the third of six")
+    time.sleep(100)
+
+
+def test_a_late_cell_says_how_far_it_came_and_takes_nothing_from_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_cells, "END", {"prove": 4, "large": 9, "tune": 12})
+    monkeypatch.setattr(gpu_cells, "LIMIT_S", 12.0)
+    monkeypatch.setattr(
+        gpu_cells, "RUN", SimpleNamespace(quick=True, device="cpu", scratch=tmp_path)
+    )
+    cells = [
+        gpu_cells.Cell("a", come_half_way, 90, "prove"),  # ends with its stage
+        gpu_cells.Cell(
+            "b", lambda: time.sleep(1.5), 1, "large"
+        ),  # from when it starts; twice on CPUs
+        gpu_cells.Cell("c", come_half_way, 1, "large"),
+        gpu_cells.Cell("d", lambda: None, 1, "tune"),
+    ]
+    runner = gpu_cells.Runner(tmp_path / "out", time.time(), 12.0)
+    runner.run(cells, 2)
+    rows = {row["cell"]: row for row in runner.rows}
+    assert {n: row["status"] for n, row in rows.items()} == {
+        "a": "timeout", "b": "ok", "c": "timeout", "d": "ok"
+    }  # fmt: skip
+    assert rows["a"]["seconds"] < 5
+    page = "\n".join(gpu_cells.report(runner.head, runner.rows))
+    assert "TIMEOUT  c: after 2 s, at the third of six" in page
+    again = gpu_cells.Runner(tmp_path / "out", time.time(), 12.0)
+    assert [one.name for one in again.not_done(cells)] == ["a", "c"]
+    assert [row["cell"] for row in again.rows] == ["b", "d"]
+    other = gpu_cells.Runner(tmp_path / "out", time.time(), 12.0)
+    other.head["sources"] = "changed"
+    assert other.not_done(cells) == cells
+
+
+def test_a_cell_whose_device_code_was_found_right_is_not_run(tmp_path, monkeypatch):
+    rows = [
+        {"cell": "gelu 8", "status": "ok", "code": "abc"},
+        {"cell": "norm 8", "status": "wrong", "code": "abc"},
+    ]
+    (tmp_path / "gpu_2026.json").write_text(json.dumps({"cells": rows}))
+    known = gpu_checks.known_code(tmp_path)
+    run = SimpleNamespace(quick=False, device="cuda", known=known)
+    monkeypatch.setattr(gpu_checks, "RUN", run)
+    monkeypatch.setattr(gpu_checks, "device_code", lambda cases: "abc")
+    result = {"shown": "ran"}
+    found = gpu_checks.unless_known("gelu 8", [], lambda: result)
+    assert found["status"] == "proven"
+    assert "gpu_2026.json: not run" in found["shown"]
+    assert gpu_checks.unless_known("norm 8", [], lambda: result) is result
+    assert gpu_checks.unless_known("gelu 8", [], lambda: result, "torch 7") is result
+
+
+PTX = """.version 8.7
+.entry k(
+ .param .u64 a)
+{
+{line} mov.u32 %r1, 7;
+}
+{file}
+ .section .debug_info
+ {{ .b8 {line_number} }}
+"""
+
+
+def test_comments_and_lines_of_a_source_are_no_device_code():
+    texts = [
+        PTX.replace("{line}", f" .loc 1 {n} 0\n$L__tmp{n}:\n").replace("{file}", f' .file "{n}"')
+        for n in (3, 77)
+    ]
+    assert texts[0] != texts[1]
+    first, second = map(gpu_checks.without_debug, texts)
+    assert first == second
+    assert "mov.u32 %r1, 7" in first
+    assert gpu_checks.without_debug(texts[0].replace(", 7", ", 8")) != first
+
+
 KINDS = [  # a cell of each kind
-    *("layer_norm 768", "attention 64 own", "zero_stage 2", "step of 124M", "time gelu"),
-    *("tests of engine", "small batches", "proofs", "orthogonalize", "demo"),
+    *("layer_norm 768", "attention 64 own", "zero_stage 2", "124M in the trainer", "time gelu"),
+    *("tests of engine", "beside eager", "prove", "orthogonalize", "demo"),
 ]
 
 
@@ -308,7 +420,7 @@ def test_a_rehearsal_without_a_gpu(tmp_path):
     """Each cell fails alone, and the report is whole. All cells take an hour."""
 
     def script(*arguments):
-        command = ["bash", str(ROOT / "bench" / "gpu.sh"), "right", *arguments]
+        command = ["bash", str(ROOT / "bench" / "gpu.sh"), *arguments]
         env = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
         env["FASTPAR_PROOFS"] = str(tmp_path / "proofs")
         return subprocess.run(command, env=env, capture_output=True, text=True)
@@ -328,6 +440,7 @@ def test_a_rehearsal_without_a_gpu(tmp_path):
     }, done.stdout  # fmt: skip
     assert len(report["cells"]) >= len(KINDS) + 3
     assert "gpu_checks.py" in bad["demo hangs"]["stderr"]  # where it hung
+    assert bad["demo hangs"]["at"] == "the second of three sleeps"
     assert bad["demo ends by a signal"]["signal"] == signal.SIGSEGV
     page = (tmp_path / "out/report.txt").read_text()
     assert "WRONG    demo is wrong: AssertionError: error of dq is 3e-2" in page

@@ -156,6 +156,15 @@ def gpu_figures():
         steps = [row["median_ms"] for row in rows if row["case"] == "124M T=1024 B=32"]
         found.append(len(steps) == 3 and all(f"{ms:.1f}" in GPUS for ms in steps))
     assert any(found)
+    with_graphs = [
+        f"{ms[0] if isinstance(ms, list) else ms:.1f}"
+        for path in (ROOT / "bench/results/gpu").glob("*.json")
+        for row in json.loads(path.read_text())["cells"]
+        for name, ms in row.get("ms", {}).items()
+        if name.endswith("graphs")
+    ]
+    assert with_graphs
+    assert all(ms in GPUS for ms in with_graphs)
 
 
 def test_the_times_of_the_first_screen_are_results():
