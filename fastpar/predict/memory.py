@@ -74,7 +74,7 @@ from fastpar.kernels.linear.fp8 import BLOCK
 from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows, workspace_bytes
 from fastpar.optim.adafactor import BATCH
 from fastpar.predict.time import product_bytes, updates_of
-from fastpar.settings.model import FIRST, LAST, Part, block_parts, products, widths
+from fastpar.settings.model import FIRST, LAST, GPTConfig, Part, block_parts, products, widths
 
 # cuBLAS's workspace on Hopper, from torch's allocator (a quarter on older GPUs): one each for the
 # threads of forward and of backward.
@@ -120,7 +120,12 @@ def format_bytes(size: float) -> str:
 
 def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = None) -> Memory:
     """What certainly stays between steps; no activations, nothing in flight; see buckets_of()."""
-    buckets, n = buckets_of(workload, setup, parts), setup.n_shards if setup.stage else 1
+    return states_of(workload.shape, setup, buckets_of(workload, setup, parts))
+
+
+def states_of(shape: GPTConfig | None, setup: Setup, buckets: GPTBuckets) -> Memory:
+    """predict_states() of a rank with these buckets; shape: of a GPT, for Muon."""
+    n = setup.n_shards if setup.stage else 1
     # Padding has no state. A rank can have slightly more than its share of the state.
     elements = buckets.share(n)
     state = setup.state_bytes * elements
@@ -129,7 +134,8 @@ def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = N
     if setup.optimizer == "adafactor":  # means of rows and columns
         state += 4 * sum(map(sum, buckets.matrices)) * elements / buckets.elements
     if setup.optimizer == "muon":  # one momentum, not two moments
-        for found in updates_of(workload.shape, buckets, setup):
+        assert shape is not None
+        for found in updates_of(shape, buckets, setup):
             state -= 4 * found.held
     sizes: dict[str, float] = {"optimizer": state}
     for axis in every():
@@ -196,10 +202,11 @@ class Table:
         table: shape of the embedding; tied: whether it is the head too.
         standing: memory that the loss keeps between calls.
         begins, ends: number of parameters before the blocks and behind them.
+        places: whether gradients of large weights are computed in their buckets.
         embedding: temporary memory of its backward, besides its gradient.
     """
 
-    tied, standing, embedding = True, 0.0, 0.0
+    tied, places, standing, embedding = True, True, 0.0, 0.0
     begins, ends = (sum(len(part.parameters) for part in parts) for parts in (FIRST, LAST))
 
     def __init__(self, workload: Workload, setup: Setup) -> None:
@@ -234,7 +241,8 @@ class Table:
             self.embedding = 6.0 * min(n, rows) * shape.n_embd
         self.embedding += self.whole * split
         dense = self._block(experts=False)
-        self.blocks = dense, self._block(experts=True) if shape.n_expert else dense
+        sparse = self._block(experts=True) if shape.n_expert else dense
+        self.blocks: Sequence[Block] = (dense, sparse)
 
     def _keeps(self, part: Part) -> float:
         if part.keeps and part.name in products(self.setup.fp8):  # 8-bit codes, and their scales
@@ -330,12 +338,12 @@ class Arriving(NamedTuple):
     early: bool = False
 
     @classmethod
-    def of(cls, setup: Setup, buckets: GPTBuckets) -> Arriving:
+    def of(cls, setup: Setup, buckets: GPTBuckets, places: bool) -> Arriving:
         item, each, stage = setup.weight_bytes, setup.grad_bytes, setup.stage
         several, by_shard = setup.grad_accum_steps > 1, setup.accumulate == "shard"
         kind, wide = setup.device_type, item == 2 < each
         # In later micro-batches they are added from memory of their own.
-        places = (each == item and (by_shard or not several)) or (wide and kind == "cuda")
+        places &= (each == item and (by_shard or not several)) or (wide and kind == "cuda")
         least = (LEAST_WIDE_BYTES if wide else LEAST_BYTES)[kind] if places else math.inf
         collects = stage >= 2 and (by_shard or not several)
         share = buckets.share(setup.n_shards) / buckets.elements
@@ -440,7 +448,7 @@ def moments(table: Table, parts: RankParts, held: Held, buckets: GPTBuckets) -> 
         parts: the rank's parts of the model; held: micro-batches that each of its chunks keeps.
     """
     setup, item = table.setup, table.setup.weight_bytes
-    how = Arriving.of(setup, buckets)
+    how = Arriving.of(setup, buckets, table.places)
     layers, last = parts.layers[held.chunk], held.chunk == len(parts.layers) - 1
     standing = table.standing * parts.last
     placed = how.is_placed(table.table, in_block=False)
