@@ -172,7 +172,9 @@ class FolderModel:
         for name, style in _plan_of(model).items() if tp > 1 else ():
             _split(self.model, name, style, tp)
         self.model.tie_weights()
-        self.numel = sum(p.numel() for p in self.model.parameters())
+        self.params = [p for p in self.model.parameters() if p.requires_grad]
+        for p in self.params:  # the fold counts gradients
+            p.register_post_accumulate_grad_hook(_drop)
         units = find_units(self.model, None, merge_bytes=0.0)[1:]
         self.blocks = [module for unit in units for module in unit]
         looks = [
@@ -237,7 +239,6 @@ class FolderModel:
         with contextlib.ExitStack() as stack:
             for i, block in enumerate(self.blocks):
                 stack.enter_context(_replaced(block, "forward", passing(i)))
-            stack.enter_context(_without_gradients(self.model))
             stack.enter_context(live)
             loss = self._loss(ids)
             computed = live.taken()
@@ -257,8 +258,7 @@ class FolderModel:
         merge, by_unit = Parallel.first_bucket_mb * 2**20, setup.stage > 0
         unit_of = unit_of_parameters(find_units(self.model, None, merge_bytes=merge))
         inside = {p: name for m in self.blocks for name, p in m.named_parameters()}
-        params = [p for p in self.model.parameters() if p.requires_grad]
-        units = [unit_of[p] for p in params]
+        params, units = self.params, [unit_of[p] for p in self.params]
         layout = build_layout(
             [ParamSpec((str(i),), tuple(p.shape), p.dtype) for i, p in enumerate(params)],
             bucket_bytes=setup.bucket_bytes,
@@ -287,20 +287,8 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
 
 
-@contextlib.contextmanager
-def _without_gradients(module: nn.Module) -> Iterator[None]:
-    """Drops gradients of parameters as soon as they are there: the fold counts them."""
-
-    def drop(p: Any) -> None:
-        p.grad = None
-
-    params = [p for p in module.parameters() if p.requires_grad]
-    hooks = [p.register_post_accumulate_grad_hook(drop) for p in params]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _drop(p: Any) -> None:
+    p.grad = None
 
 
 def _first(args: Any, kwargs: Any) -> Any:
@@ -319,7 +307,7 @@ def _run_block(block: nn.Module, args: Any, kwargs: Any) -> tuple[float, float]:
     first = _first(args, kwargs)
     args, kwargs = tree_map(own, (args, kwargs))
     live = _Live(block, (args, kwargs))
-    with live, _without_gradients(block):
+    with live:
         out = block(*args, **kwargs)
         y = out if isinstance(out, Tensor) else out[0]
         del out
@@ -381,10 +369,9 @@ class _Table(Table):
 
     def __init__(self, model: FolderModel, setup: Setup, sizes: Sizes) -> None:
         self.setup, self.own, full = setup, sizes.own, setup.activation_checkpointing == "full"
-        params = [p for p in model.model.parameters() if p.requires_grad]
         inside = {p for m in model.blocks for p in m.parameters()}
-        places = [i for i, p in enumerate(params) if p in inside]
-        self.begins, self.ends = places[0], len(params) - 1 - places[-1]
+        places = [i for i, p in enumerate(model.params) if p in inside]
+        self.begins, self.ends = places[0], len(model.params) - 1 - places[-1]
         tables = [m.weight for m in model.model.modules() if isinstance(m, nn.Embedding)]
         rows, width = max((p.shape for p in tables), key=lambda shape: shape[0] * shape[1])
         self.table, self.residual = (rows, width), 0.0
@@ -481,9 +468,10 @@ def fits_of(
                 f"plan: {type(model).__name__} does not run on the meta device ({error}); use a "
                 "model whose code needs no values of tensors"
             ) from None
-        if tp > 1 and split.numel == whole:  # nothing is split
+        numel = sum(p.numel() for p in split.params)
+        if tp > 1 and numel == whole:  # nothing is split
             continue
-        whole = whole or split.numel
+        whole = whole or numel
         for stage, mode in itertools.product(range(4 if ranks > 1 else 1), ("none", "full")):
             found.append(_largest(split, template, (tp, stage, mode), one, two, batch, limit_bytes))
     if not found:

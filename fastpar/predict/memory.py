@@ -472,12 +472,9 @@ def moments(table: Table, parts: RankParts, held: Held, buckets: GPTBuckets) -> 
     opened = placed and table.tied and ends
     how = how._replace(opened=opened, passed=passed * (not ends), early=early)
     arrived = iter(_arrivals(how, buckets, groups))
-    kept, weights = always + _kept(table, layers), gathered(len(units))
-    now = next(arrived)[0]
-    if ends:
-        computed, backward = table.loss(head)
-        yield Moment(kept + computed[0], computed[1], how.before + weights)
-        yield Moment(kept + backward[0], backward[1], now + weights)
+    kept, weights, (now, _) = always + _kept(table, layers), gathered(len(units)), next(arrived)
+    for before, (more, loss) in zip((how.before, now), table.loss(head)) if ends else ():
+        yield Moment(kept + more, loss, before + weights)
     sides, grads = 0.0, now
     for i in reversed(range(len(layers))):
         block, weights = table.blocks[layers[i]], gathered(len(units) - len(layers) + i + 1)
