@@ -27,6 +27,7 @@ from fastpar.settings.model import PRESETS, GPTConfig
 TIME_LIMIT_S = {"cpu": 1200, "cuda": 500}
 WARM_UP, FEWEST, MOST, TURNS = 2, 4, 20, 3  # steps, and turns of a layout
 RATES_S, STEPS_S = 60.0, 4.0  # of measuring the rates of all layouts, of the steps of one
+BUSY_SPREAD = 0.25  # of operations, on a machine that seems busy with other programs
 S = GPTConfig(4, 4, 256, 128, 1024, dropout=0.0)
 SMALLER = GPTConfig(4, 4, 128, 64, 512, dropout=0.0)
 EVERY = (SMALLER, S, GPTConfig(6, 6, 384, 128, 2048, dropout=0.0))
@@ -97,7 +98,7 @@ def train(rank: Rank, workload: Workload, setup: Setup, seconds: float) -> tuple
 def measure(bench: Bench, pool: Ranks, cell: Cell, rates_s: float) -> Row:
     """A row of one layout; rates_s: for each turn."""
     times: list[float] = []
-    predicted, spreads, busy, peak = [], [], "", 0
+    predicted, spreads, peak = [], [], 0
     for _ in range(1 if bench.quick else TURNS):
         rates = measure_cells(pool, [cell], seconds=rates_s)
         answers = pool.call(train, *cell, STEPS_S / TURNS if not bench.quick else 0.1)
@@ -105,12 +106,12 @@ def measure(bench: Bench, pool: Ranks, cell: Cell, rates_s: float) -> Row:
         peak = max(peak, *(peak for _, peak in answers))
         predicted.append(predict_step(*cell, rates).step_s)
         spreads.append(rates.about["spread"])
-        busy = busy or rates.about["busy"]
     how: dict[str, Any] = {"ranks": cell[1].world_size, "threads": pool.threads}
     how["dtype"] = torch.float32 if bench.device == "cpu" else torch.bfloat16
     how["predicted_ms"] = 1e3 * statistics.median_low(predicted)
     how["predicted_bytes"] = predict_memory(*cell).total
-    how |= {"spread": statistics.median(spreads), "busy": busy}
+    how["spread"] = statistics.median(spreads)
+    how["busy"] = f"spread {how['spread']:.0%}" if how["spread"] > BUSY_SPREAD else ""
     ms = [1e3 * s for s in times]
     row = bench.timed_row(title_of(*cell), "step", "fastpar", ms, **how)
     row.peak_bytes = peak

@@ -33,7 +33,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -98,32 +98,6 @@ class Travel(NamedTuple):
     spread: int = 1
     sources: Callable[[Any], Any] | None = None
     groups: Any = None
-
-
-class Prices(Protocol):
-    """Predicted costs of layouts on a machine: predict.search.MachinePrices."""
-
-    @property
-    def nodes(self) -> int:
-        """Number of machines."""
-
-    def step_s(self, workload: Workload, setup: Setup) -> float:
-        """Seconds of a step."""
-
-    def op_s(self, op: Op) -> float:
-        """Seconds of one such operation."""
-
-    def ops_s(self, workload: Workload, setup: Setup) -> float:
-        """Seconds of all operations of a step."""
-
-    def comm_s(self, comm: CommOp) -> float:
-        """Seconds of one such communication."""
-
-    def sent_bytes(self, workload: Workload, setup: Setup) -> float:
-        """Bytes of gradients and weights that a rank sends per step."""
-
-    def stepped_elements(self, workload: Workload, setup: Setup) -> float:
-        """Number of elements whose state a rank has."""
 
 
 class Axis:
@@ -277,8 +251,12 @@ class Axis:
         """
         return ""
 
-    def what_if(self, workload: Workload, setup: Setup, prices: Prices) -> Sequence[str]:
-        """A heading, and lines on what a layout would gain with more of it; or nothing."""
+    def what_if(self, workload: Workload, setup: Setup, prices: Any) -> Sequence[str]:
+        """A heading, and lines on what a layout would gain with more of it; or nothing.
+
+        Args:
+            prices: predict.search.MachinePrices.
+        """
         return ()
 
     def relief(self, setup: Setup) -> Iterator[tuple[str, Setup]]:

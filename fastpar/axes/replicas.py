@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fastpar.axes import Axis, Prices, number_text, size_text
+from fastpar.axes import Axis, number_text, size_text
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.recorder import ring_bytes
 from fastpar.settings.model import GPTConfig
@@ -54,7 +54,7 @@ class Replicas(Axis):
         if known["outer_every"] is not None:
             yield f"replicas {known['replicas']}, averaged every {known['outer_every']} steps"
 
-    def what_if(self, workload: Workload, setup: Setup, prices: Prices) -> Sequence[str]:
+    def what_if(self, workload: Workload, setup: Setup, prices: Any) -> Sequence[str]:
         """For each interval: below which link speed replicas pay."""
         n = replicas_of(setup, prices.nodes)
         if n == 1 or workload.batch_size % n:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fastpar.axes import Axis, Making, Prices, number_text, size_text
+from fastpar.axes import Axis, Making, number_text, size_text
 from fastpar.axes.data import GPTBuckets, buckets_of, elements_of, gathered_bytes, gathers_codes
 from fastpar.axes.step import Op, Setup, Workload
 from fastpar.comm.wires import CODES, FORMATS, OF_WEIGHTS
@@ -122,7 +122,7 @@ class Wires(Axis):
         found["errors on the wire"] = sum(error.nbytes for error in errors)
         return {kind: n for kind, n in found.items() if n}
 
-    def what_if(self, workload: Workload, setup: Setup, prices: Prices) -> Sequence[str]:
+    def what_if(self, workload: Workload, setup: Setup, prices: Any) -> Sequence[str]:
         """For each format: below which link speed it pays."""
         lines, plain = ["wires"], prices.sent_bytes(workload, setup)
         for flag, other in formats_of(setup).items():

@@ -696,7 +696,7 @@ class MeasuredRates:
 
     Attributes:
         about: machine, gpu, device_type, dtype, dropout, ranks, threads, torch, date, spread
-            (relative, of the operations), busy (why the machine seemed busy; "").
+            (relative, of the operations).
         ops: seconds and work by name, shape and direction.
         sends: (bytes, seconds) by kind and ranks, in order of bytes.
         overheads: by overhead_key().
@@ -722,7 +722,6 @@ class MeasuredRates:
             f"measured on this machine, {ranks} rank{'s' * (ranks > 1)} x {threads} "
             f"thread{'s' * (threads > 1)}, {about['date']}, spread {about['spread']:.0%}"
         )
-        text += f"; busy: {about['busy']}" if about.get("busy") else ""
         if not self.steady:
             text += (
                 f"; a spread above {MOST_SPREAD:.0%}: the prediction is a rough guess and will not "

@@ -11,9 +11,8 @@ micro-batch and a layer (machine.py, [Note: overhead]).
 Variants are interleaved, and the median counts; if ranks must share cores it is the mean, because
 then most operations are interrupted.
 
-[Note: a busy machine] is detected by the cores that are busy while the ranks still wait (the load
-average would count the ranks' own recent work) or by the spread of the samples; the rates record
-it. They are stored anyway unless the spread is above MOST_SPREAD.
+[Note: a busy machine] shows in the spread of the samples, which the rates record. They are stored
+unless it is above MOST_SPREAD.
 
 [Note: in their places] Run alone and repeatedly, an operation finds its inputs, weights and memory
 in the cache. In a model it finds the previous op's output there, but not its weights, if they are
@@ -25,20 +24,17 @@ operation needs another size, a cheap torch op outside the stamps provides it.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import gc
 import itertools
 import math
-import os
 import statistics
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -385,8 +381,6 @@ SECONDS, QUICK_SECONDS = 30.0, 6.0
 LEAST_ROUNDS = 3
 KEPT_ELEMENTS = 60_000_000  # of chains that stay between their turns, on a rank
 MOST_SENT = 64 << 20  # bytes; larger exchanges take proportionally longer
-BUSY_CORES, BUSY_SPREAD = 0.25, 0.25  # fraction of the cores, before the start; (p80 - p20) / p50
-LOOK_S = 0.5  # observing the cores
 LONG_S = 1e-4  # operations whose spread shows other programs, not the clock and the interpreter
 WHOLE = ("chain", (), "forward")  # key of the total among the operations' times
 TINY = 8  # sequence length of the models whose steps are overhead
@@ -447,7 +441,6 @@ def keep_rates(rates: MeasuredRates) -> None:
 
 def measure_cells(pool: Ranks, cells: Sequence[Cell], *, seconds: float) -> MeasuredRates:
     """Rates for these workloads and setups, measured by the ranks of a pool."""
-    at_work = cores_at_work()
     tiny = {overhead_key(setup): _tiny_cells(setup) for _, setup in cells}
     chains = _distinct_chains([*cells, *(cell for four in tiny.values() for cell in four[:2])])
     shared = pool.device == "cpu" and pool.nproc * pool.threads > available_cores()
@@ -467,43 +460,10 @@ def measure_cells(pool: Ranks, cells: Sequence[Cell], *, seconds: float) -> Meas
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
         "spread": spread,
-        "busy": busy(at_work, 0.0 if shared else spread),  # shared cores: ranks disturb each other
     }
     rates = MeasuredRates(about, ops, sends)
     rates.overheads = _overheads(pool, tiny, rates, 0.25 * seconds)
     return rates
-
-
-def busy(at_work: float, spread: float) -> str:
-    """Why the machine seems busy with other programs; "" if it does not.
-
-    Args:
-        at_work: busy cores, before the start.
-    """
-    found, cores = [], available_cores()
-    if at_work > BUSY_CORES * cores:
-        found.append(f"{at_work:.1f} of {cores} cores busy before the start")
-    if spread > BUSY_SPREAD:
-        found.append(f"spread {spread:.0%}")
-    return ", ".join(found)
-
-
-def cores_at_work(seconds: float = LOOK_S) -> float:
-    """Busy cores of the machine, on average while this process waits."""
-    before = _ticks()
-    time.sleep(seconds)
-    after = _ticks()
-    if before is None or after is None or after[1] <= before[1]:
-        return os.getloadavg()[0]
-    return (after[0] - before[0]) / (after[1] - before[1]) * (os.cpu_count() or 1)
-
-
-def _ticks(path: Path = Path("/proc/stat")) -> tuple[int, int] | None:
-    """(busy, all) ticks so far, over all cores; None if the system does not count them."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        numbers = [int(n) for n in path.read_text().splitlines()[0].split()[1:9]]
-        return sum(numbers) - numbers[3] - numbers[4], sum(numbers)  # idle; waiting for a disk
-    return None
 
 
 def _spread(samples: Sequence[float]) -> float:

@@ -75,6 +75,7 @@ from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows, worksp
 from fastpar.optim.adafactor import BATCH
 from fastpar.predict.time import product_bytes, updates_of
 from fastpar.settings.model import (
+    GPTConfig,
     Part,
     block_parts,
     first_parts,
@@ -127,7 +128,12 @@ def format_bytes(size: float) -> str:
 
 def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = None) -> Memory:
     """What certainly stays between steps; no activations, nothing in flight; see buckets_of()."""
-    buckets, n = buckets_of(workload, setup, parts), setup.n_shards if setup.stage else 1
+    return states_of(workload.shape, setup, buckets_of(workload, setup, parts))
+
+
+def states_of(shape: GPTConfig | None, setup: Setup, buckets: GPTBuckets) -> Memory:
+    """predict_states() of a rank with these buckets; shape: of a GPT, for Muon."""
+    n = setup.n_shards if setup.stage else 1
     # Padding has no state. A rank can have slightly more than its share of the state.
     elements = buckets.share(n)
     state = setup.state_bytes * elements
@@ -136,7 +142,8 @@ def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = N
     if setup.optimizer == "adafactor":  # means of rows and columns
         state += 4 * sum(map(sum, buckets.matrices)) * elements / buckets.elements
     if setup.optimizer == "muon":  # one momentum, not two moments
-        for found in updates_of(workload.shape, buckets, setup):
+        assert shape is not None
+        for found in updates_of(shape, buckets, setup):
             state -= 4 * found.held
     sizes: dict[str, float] = {"optimizer": state}
     for axis in every():
@@ -203,10 +210,11 @@ class Table:
         table: shape of the embedding; tied: whether it is the head too.
         standing: memory that the loss keeps between calls.
         begins, ends: number of parameters before the blocks and behind them.
+        places: whether gradients of large weights are computed in their buckets.
         embedding: temporary memory of its backward, besides its gradient.
     """
 
-    standing, embedding = 0.0, 0.0
+    places, standing, embedding = True, 0.0, 0.0
 
     def __init__(self, workload: Workload, setup: Setup) -> None:
         shape, tp, grid = workload.shape, setup.tp, setup.tp_grid is not None
@@ -244,7 +252,8 @@ class Table:
             self.embedding = 6.0 * min(n, rows) * shape.n_embd
         self.embedding += self.whole * split
         dense = self._block(experts=False)
-        self.blocks = dense, self._block(experts=True) if shape.n_expert else dense
+        sparse = self._block(experts=True) if shape.n_expert else dense
+        self.blocks: Sequence[Block] = (dense, sparse)
 
     def _keeps(self, part: Part) -> float:
         if part.keeps and part.name in products(self.setup.fp8):  # 8-bit codes, and their scales
@@ -340,12 +349,12 @@ class Arriving(NamedTuple):
     early: bool = False
 
     @classmethod
-    def of(cls, setup: Setup, buckets: GPTBuckets) -> Arriving:
+    def of(cls, setup: Setup, buckets: GPTBuckets, places: bool) -> Arriving:
         item, each, stage = setup.weight_bytes, setup.grad_bytes, setup.stage
         several, by_shard = setup.grad_accum_steps > 1, setup.accumulate == "shard"
         kind, wide = setup.device_type, item == 2 < each
         # In later micro-batches they are added from memory of their own.
-        places = (each == item and (by_shard or not several)) or (wide and kind == "cuda")
+        places &= (each == item and (by_shard or not several)) or (wide and kind == "cuda")
         least = (LEAST_WIDE_BYTES if wide else LEAST_BYTES)[kind] if places else math.inf
         collects = stage >= 2 and (by_shard or not several)
         share = buckets.share(setup.n_shards) / buckets.elements
@@ -450,7 +459,7 @@ def moments(table: Table, parts: RankParts, held: Held, buckets: GPTBuckets) -> 
         parts: the rank's parts of the model; held: micro-batches that each of its chunks keeps.
     """
     setup, item = table.setup, table.setup.weight_bytes
-    how = Arriving.of(setup, buckets)
+    how = Arriving.of(setup, buckets, table.places)
     layers, last = parts.layers[held.chunk], held.chunk == len(parts.layers) - 1
     standing = table.standing * parts.last
     placed = how.is_placed(table.table, in_block=False)
@@ -474,12 +483,9 @@ def moments(table: Table, parts: RankParts, held: Held, buckets: GPTBuckets) -> 
     opened = placed and table.tied and ends
     how = how._replace(opened=opened, passed=passed * (not ends), early=early)
     arrived = iter(_arrivals(how, buckets, groups))
-    kept, weights = always + _kept(table, layers), gathered(len(units))
-    now = next(arrived)[0]
-    if ends:
-        computed, backward = table.loss(head)
-        yield Moment(kept + computed[0], computed[1], how.before + weights)
-        yield Moment(kept + backward[0], backward[1], now + weights)
+    kept, weights, (now, _) = always + _kept(table, layers), gathered(len(units)), next(arrived)
+    for before, (more, loss) in zip((how.before, now), table.loss(head)) if ends else ():
+        yield Moment(kept + more, loss, before + weights)
     sides, grads = 0.0, now
     for i in reversed(range(len(layers))):
         block, weights = table.blocks[layers[i]], gathered(len(units) - len(layers) + i + 1)

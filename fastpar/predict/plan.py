@@ -18,6 +18,7 @@ from fastpar.axes import every, layout_text, number_text, size_text
 from fastpar.axes.step import Setup, Workload
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
 from fastpar.files.plain_files import write_text
+from fastpar.predict.folder import is_folder, make_fits
 from fastpar.predict.machine import (
     Cluster,
     DatasheetRates,
@@ -69,7 +70,8 @@ class PlanCommand(ModelSize):
     """Find the best parallel layout for a GPT-2 on these GPUs: memory, step time, cost, reasons."""
 
     model: str = "gpt2"
-    """Size: gpt2, gpt2-medium, gpt2-large, gpt2-xl; for CPUs micro, mini, small-cpu."""
+    """Size: gpt2, gpt2-medium, gpt2-large, gpt2-xl; for CPUs micro, mini, small-cpu; or a folder
+    with config.json of a Hugging Face model: then only memory is predicted."""
     n_expert: int = 0
     """Experts per layer instead of an MLP; 0: none."""
     expert_top_k: int = 2
@@ -155,11 +157,36 @@ def run(command: PlanCommand) -> int:
     if command.gpu == "list":
         print(device_table())
         return 0
+    if is_folder(command.model):
+        return _run_folder(command)
     plan = make_plan(command)
     print(report(plan))
     if command.json is not None:
         _write_json(plan, Path(command.json))
     return 0
+
+
+def _run_folder(command: PlanCommand) -> int:
+    """Which layouts of a Hugging Face model fit."""
+    check_at_least("plan", vars(command), _AT_LEAST)
+    device = find_device(command.gpu)
+    cluster = Cluster.of(device, command.gpus, command.gpus_per_node)
+    limit = usable_bytes(cluster) * (1 - command.headroom)
+    found = make_fits(command, _template(command, device), cluster.per_node, limit)
+    print("\n".join([f"machine  {cluster}", *found.lines(limit)]))
+    if command.json is not None:
+        content = {"command": asdict(command), "limit_bytes": limit, "layouts": found.rows()}
+        write_text(Path(command.json), json.dumps(content, indent=1) + "\n")
+    if found.fits[0].fits:
+        return 0
+    least = min(fit.memory.total for fit in found.fits)
+    larger = larger_device((least / (1 - command.headroom) + GPU_RESERVED_BYTES) / GPU_USABLE)
+    ways = [f"--gpus {2 * command.gpus}", *([f"--gpu {larger}"] if larger else [])]
+    raise ValueError(
+        f"plan: expected a model that fits into {limit / 1e9:,.1f} GB a rank, got {command.model}, "
+        f"which takes {least / 1e9:,.1f} GB; use {', '.join(ways)}, a shorter --block-size, or a "
+        "smaller model"
+    )
 
 
 def make_plan(command: PlanCommand) -> Plan:

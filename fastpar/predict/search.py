@@ -70,7 +70,7 @@ def family_of(setup: Setup) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class MachinePrices:
-    """axes.Prices of a machine."""
+    """Predicted costs of layouts on a machine of some nodes, for Axis.what_if()."""
 
     rates: Rates
     nodes: int
@@ -88,6 +88,7 @@ class MachinePrices:
         return self.rates.comm_s(comm)
 
     def sent_bytes(self, workload: Workload, setup: Setup) -> float:
+        """Of gradients and weights, by a rank in a step."""
         axes = ("dp", "shard", "copies")
         comms = (c for c in comm_ops_of(workload, setup) if c.axis in axes)
         return sum(c.count * ring_bytes(c.kind, int(c.bytes), c.ranks) for c in comms)

@@ -154,7 +154,8 @@ def _matrices(
         if bool(buckets.layout.buckets[bucket_of[i]].key) == of_experts:
             stack = len(buckets.shapes[i]) == 3
             many, *both = sides[buckets.names[i], stack]
-            kinds[(buckets.shapes[i][0] if stack else many, *both)] += 1
+            kind = (buckets.shapes[i][0] if stack else many, *both)
+            kinds[kind] += 1
             batches[bucket_of[i]] += math.prod(buckets.shapes[i])
     numel, largest = sum(batches.values()), max(batches.values(), default=0)
     n_dp = n_shards if n_shards > 1 else dp

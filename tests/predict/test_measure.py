@@ -30,7 +30,6 @@ from fastpar.predict.measure import (
     WHOLE,
     Chain,
     ShortRun,
-    busy,
     keep_rates,
     known_s,
     measure,
@@ -111,22 +110,25 @@ def test_overhead_is_solved_from_four_steps():
             measure(WORKLOAD, setups)
 
 
-def test_the_slowest_rank_counts_and_a_busy_machine_is_told(monkeypatch):
+def test_the_slowest_rank_counts():
     """Ranks of dp meet behind the chain, those of tp at every operation."""
     a, b = ("matmul", (1, 2, 3), "forward"), ("copy", (4,), "backward")
     ranks = [{a: [1.0, 5.0], b: [2.0], WHOLE: [3.0, 7.0]}, {a: [2.0, 4.0], b: [1.0], WHOLE: [9.0]}]
     assert waited_for(ranks, each_operation=False) is ranks[0]
     assert waited_for(ranks, each_operation=True) == {a: [2.0, 5.0], b: [2.0], WHOLE: [9.0]}
-    monkeypatch.setattr(module, "available_cores", lambda: 4)
-    assert busy(0.9, 0.1) == ""
-    assert busy(3.0, 0.35) == "3.0 of 4 cores busy before the start, spread 35%"
 
 
 def rates(**about):
     known = {
-        **{"machine": machine_name(), "gpu": "", "device_type": "cpu", "dtype": "fp32"},
-        **{"dropout": False, "ranks": 2, "threads": 1, "torch": "2", "date": "2026-11-22"},
-        **{"spread": 0.07, "busy": ""},
+        **{"machine": machine_name(), "gpu": "", "device_type": "cpu", "spread": 0.07},
+        **{
+            "dtype": "fp32",
+            "dropout": False,
+            "ranks": 2,
+            "threads": 1,
+            "torch": "2",
+            "date": "2026-11-22",
+        },
     }
     return MeasuredRates(
         {**known, **about},
@@ -210,16 +212,13 @@ def test_what_is_saved_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert rates_folder() == tmp_path / "fastpar" / "rates"
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    known = rates(spread=0.3, busy="load 3.1 before the start")
+    known = rates(spread=0.3)
     path = known.save()
     assert path.parent == tmp_path
     loaded = MeasuredRates.load(path)
     for name in ("ops", "sends", "overheads"):
         assert getattr(loaded, name) == getattr(known, name)
-    assert str(loaded) == (
-        "measured on this machine, 2 ranks x 1 thread, 2026-11-22, spread 30%; busy: load 3.1 "
-        "before the start"
-    )
+    assert str(loaded) == "measured on this machine, 2 ranks x 1 thread, 2026-11-22, spread 30%"
     assert (known.steady, find_rates(**KNOWN).ops) == (True, known.ops)
     for other in ({"ranks": 4}, {"threads": 2}, {"dtype": "bf16"}, {"dropout": True}):
         assert find_rates(**{**KNOWN, **other}) is None, other

@@ -17,9 +17,9 @@ from fastpar.settings.model import GPTConfig, part_flops, vocabulary_rows
 
 class RankParts(NamedTuple):
     """The parts of the model on a pipeline's rank: for each layer of each chunk whether it has
-    experts; whether the rank has the embedding, and the head."""
+    experts (other models: the kind of block); whether the rank has the embedding, and the head."""
 
-    layers: tuple[tuple[bool, ...], ...]
+    layers: tuple[tuple[int, ...], ...]
     first: bool
     last: bool
 
