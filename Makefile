@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
-BUILD_INPUTS := pyproject.toml setup.py .ci/constraints.txt $(wildcard csrc/*)
+BUILD_INPUTS := pyproject.toml setup.py .ci/constraints.txt $(wildcard csrc/* csrc/torch/*)
 ARGS ?=
 # The best settings of `python -m bench study main_job` so far; RECIPE= leaves them to --config or --resume.
 RECIPE ?= --n-embd 192 --optimizer muon --lr 0.015 --lr-schedule linear --batch-size 16 --max-steps 1310
@@ -48,7 +48,7 @@ report: $(VENV)/dev.done  ## README tables from the results in bench/results
 lint: $(VENV)/dev.done  ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.c*
+	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.c* csrc/torch/*
 	$(BIN)/python .ci/types.py
 
 docs: $(VENV)/docs.done  ## a site of all guides and the public names: build/docs/site/index.html

@@ -4,6 +4,10 @@ C++ sources are compiled always, CUDA sources (csrc/*_cuda.cu) for the architect
 nvcc is found and torch was built with CUDA. No torch header is used, so the module binds to no
 torch version. `python setup.py -q describe_build` says what a build would compile, and how long.
 
+Beside it stands a library for the torch that is installed, _torch<major>_<minor>, from csrc/torch/:
+the ops as torch's dispatcher and autograd have them. torch's C++ interface changes with each minor
+version, so kernels/__init__.py loads the one of its torch and no other.
+
 FASTPAR_CPP=0 installs without the module, so without a compiler: torch computes everything.
 FASTPAR_CUDA=0 builds without nvcc, =1 with it whatever torch was built with. =emulated builds what
 the tests of the CUDA kernels run on a CPU: the same sources, compiled as C++ (csrc/cuda_launch.h).
@@ -66,13 +70,19 @@ def check_compiler() -> None:
         )
 
 
+def torch_folder() -> Path | None:
+    """The folder of the torch that is installed; it is not imported: that takes seconds."""
+    found = importlib.util.find_spec("torch")
+    folder = Path(found.origin).parent if found and found.origin else None
+    return folder if folder and (folder / "version.py").exists() else None
+
+
 def torch_cuda() -> tuple[str, bool] | None:
     """(version of the torch that is installed, whether it has CUDA); None without a torch."""
-    found = importlib.util.find_spec("torch")  # not imported: that takes seconds
-    path = Path(found.origin).with_name("version.py") if found and found.origin else None
-    if path is None or not path.exists():
+    folder = torch_folder()
+    if folder is None:
         return None
-    names = runpy.run_path(str(path))
+    names = runpy.run_path(str(folder / "version.py"))
     return names["__version__"], names.get("cuda") is not None
 
 
@@ -141,10 +151,42 @@ def escape(path: str | Path) -> str:
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
+def name_of(module: Path, nvcc: bool) -> str:
+    """The linker's option for the name of a shared library."""
+    if sys.platform == "darwin":
+        return f"-Wl,-install_name,@rpath/{module.name}"
+    return f"{'-Xlinker ' if nvcc else '-Wl,'}-soname={module.name}"
+
+
+def torch_library(torch: Path, out: Path, module: Path, work: Path, flags: str) -> list[str]:
+    """ninja's lines for the library beside the module, whose kernels it calls."""
+    # One unit: most of its time goes into torch's headers.
+    parts = sorted((ROOT.resolve() / "csrc" / "torch").glob("*.cpp"))
+    unit = work / "torch_ops.cpp"
+    text = "".join(f'#include "{part}"\n' for part in parts)
+    if not unit.exists() or unit.read_text() != text:
+        unit.write_text(text)
+    include = f"-isystem {quote(torch / 'include')} -isystem " + quote(
+        torch / "include" / "torch" / "csrc" / "api" / "include"
+    )
+    flags = flags.replace("c++17", "c++20").replace("-O3", "-O2")  # torch's headers ask for C++20
+    here = "@loader_path" if sys.platform == "darwin" else "\\$$ORIGIN"
+    libraries = f"-L{quote(torch / 'lib')} -ltorch -ltorch_cpu -lc10"
+    return [
+        f"rule torch_cxx\n  command = $cxx -MMD -MF $out.d {flags} {include} -c $in -o $out\n"
+        "  depfile = $out.d\n  deps = gcc",
+        f"rule torch_link\n  command = $cxx -shared $in {libraries} -Wl,-rpath,{here} -o $out",
+        "build torch_ops.o: torch_cxx torch_ops.cpp",
+        f"build {escape(out)}: torch_link torch_ops.o {escape(module)}",
+    ]
+
+
 class NinjaBuild(build_ext):
     """Hands the compile and link commands to ninja: parallel, incremental by depfile."""
 
     def build_extension(self, ext: Extension) -> None:
+        if ext is not self.extensions[0]:
+            return  # all are built with the first
         import ninja
         import pybind11
 
@@ -175,9 +217,10 @@ class NinjaBuild(build_ext):
             f"flags = {flags} {openmp} {include}",
             "rule cxx\n  command = $cxx -MMD -MF $out.d $flags $more -c $in -o $out\n"
             "  depfile = $out.d\n  deps = gcc",
-            # nvcc knows where its own libraries are.
+            # nvcc knows where its own libraries are. The module's name is what the library for
+            # torch finds it by, in this process.
             f"rule link\n  command = {quote(nvcc) + ' -Xcompiler' if nvcc else '$cxx'} "
-            f"{openmp or '-O3'} -shared $in -o $out",
+            f"{openmp or '-O3'} -shared $in {name_of(out, bool(nvcc))} -o $out",
         ]
         if nvcc:
             lines.append(
@@ -189,6 +232,9 @@ class NinjaBuild(build_ext):
             "-O1 -DFASTPAR_EMULATED -Wno-unknown-pragmas "
             f"-I{quote(ROOT.resolve() / 'tests' / 'support')} -x c++"
         )
+        for library in self.extensions[1:]:
+            path = (ROOT / self.get_ext_fullpath(library.name)).resolve()
+            lines += torch_library(torch_folder(), path, out, work, flags)
         objects = []
         for source in ext.sources:
             stem, is_cuda = Path(source).stem, source.endswith(".cu")
@@ -226,8 +272,9 @@ class Modules(build_py):
         folder = ROOT / "kernels" if editable else Path(self.build_lib) / "fastpar" / "kernels"
         stand_in = folder / "_C.py"
         if without_cpp():
-            for old in folder.glob(f"_C*{sysconfig.get_config_var('EXT_SUFFIX')}"):
-                old.unlink()  # it would be found first
+            for name in ("_C", "_torch*"):
+                for old in folder.glob(f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"):
+                    old.unlink()  # it would be found first
             stand_in.write_text(STAND_IN)
         else:
             stand_in.unlink(missing_ok=True)
@@ -254,10 +301,16 @@ if BUILDS & set(sys.argv) and not without_cpp():
 sources = sorted(
     str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.c*") if p.suffix in (".cpp", ".cu")
 )
-headers = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.h"))
-module = Extension("fastpar.kernels._C", sources=sources, depends=headers)
+headers = sorted(
+    str(p.relative_to(ROOT))
+    for p in (*(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc").glob("torch/*"))
+)
+modules = [Extension("fastpar.kernels._C", sources=sources, depends=headers)]
+if torch_folder() is not None and os.environ.get("FASTPAR_CUDA") != "emulated":
+    minor = "_".join(torch_cuda()[0].split(".")[:2])
+    modules.append(Extension(f"fastpar.kernels._torch{minor}", sources=[], depends=headers))
 setup(
     license="Apache-2.0",
-    ext_modules=[] if without_cpp() else [module],
+    ext_modules=[] if without_cpp() else modules,
     cmdclass={"build_ext": NinjaBuild, "build_py": Modules, "describe_build": DescribeBuild},
 )

@@ -9,6 +9,8 @@
 
 #include "numeric.h"
 
+// csrc/torch's library calls them in this one.
+#pragma GCC visibility push(default)
 namespace fastpar {
 
 // y[N, C] = gelu(x[N, C] + bias[C]), tanh form. bias may be null. x and y of `dtype`.
@@ -249,3 +251,4 @@ void dequantize_blockwise(const QuantizeBlocks& from, Code code, void* out, Dtyp
 bool keep_freed_memory();
 
 }  // namespace fastpar
+#pragma GCC visibility pop

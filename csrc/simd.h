@@ -45,7 +45,9 @@ Isa isa();
 std::string isa_name();
 bool isa_supported(const std::string& name);
 // Whether the machine multiplies and adds with one rounding; x86 does with AVX2.
+#pragma GCC visibility push(default)
 bool has_fma();
+#pragma GCC visibility pop
 bool cpu_is_intel();
 // name: auto | baseline | avx2 | avx512 | amx. Throws std::invalid_argument for an unknown name and
 // std::runtime_error for one that the machine does not support.

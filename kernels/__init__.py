@@ -20,11 +20,13 @@ if __name__ != "fastpar.kernels":
 
 else:
     import importlib
+    import os
     import sys
     import warnings
+    from pathlib import Path
     from typing import Any
 
-    import torch  # noqa: F401  first, so that _C binds to torch's OpenMP library
+    import torch  # first, so that _C binds to torch's OpenMP library
 
     try:
         _C: Any = importlib.import_module("fastpar.kernels._C")
@@ -35,6 +37,19 @@ else:
         ) from error
     if str(getattr(_C, "__file__", "")).endswith(".py"):
         _C = None  # setup.py's stand-in: installed with FASTPAR_CPP=0, torch computes everything
+    else:
+        _minor = "_".join(torch.__version__.split(".")[:2])
+        _library = Path(_C.__file__.replace(f"{os.sep}_C.", f"{os.sep}_torch{_minor}."))
+        if _library.exists():
+            torch.ops.load_library(_library)  # csrc/torch: the ops and their autograd nodes
+        else:
+            _C = None
+            warnings.warn(
+                f"fastpar.kernels: expected a build for torch {torch.__version__}, got no "
+                f"{_library.name}, so torch computes everything; run `pip install -e . "
+                "--no-build-isolation` in the checkout (or `make train`)",
+                stacklevel=2,
+            )
 
     if "fastpar.kernels.backend" in sys.orig_argv:
         # `python -m` warns about a module that its own package imports, as this package must.

@@ -27,6 +27,8 @@ import importlib
 import importlib.util
 import os
 import platform
+import sys
+import types
 from importlib import metadata
 from typing import Any
 
@@ -34,6 +36,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
+from fastpar.kernels import choice as choices
 from fastpar.kernels.choice import is_real, may_run, refuse_wrong
 
 # Storage types of the compiled kernels; the codes are csrc/simd.h's Dtype.
@@ -106,7 +109,19 @@ def read_backend(name: str) -> str:
 # The remedy without the compiled module.
 WITH_CPP = "install fastpar again, with a C++ compiler and without FASTPAR_CPP=0"
 
+
+class _Module(types.ModuleType):
+    """This module: the library for torch hears of a choice that is set from outside."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "choice" and _C is not None:
+            torch.ops.fastpar._serve_cpu_by_python(value == "triton")
+
+
 choice = read_backend(os.environ.get("FASTPAR_BACKEND", "auto"))
+sys.modules[__name__].__class__ = _Module
+sys.modules[__name__].choice = choice  # type: ignore[attr-defined]
 if _C is not None:
     _C.set_isa(os.environ.get("FASTPAR_ISA", "auto"))
 # torch's fp32 products on CPU are MKL's, which uses AVX-512 on Intel machines only.
@@ -130,6 +145,8 @@ def use_cpp(op: str, x: Tensor) -> bool:
     """Whether `op`, which has a compiled CPU implementation, uses it for tensors like x.
     RuntimeError: FASTPAR_BACKEND=cpp and x is not a CPU tensor of a supported dtype."""
     able = x.is_cpu and x.dtype in DTYPE_CODES
+    if able and choice == "auto" and not (choices.proofs or choices._trying):
+        return True
     if choice == "cpp" and not able:
         raise RuntimeError(
             f"{op}: expected a CPU tensor of float32, bfloat16 or float16 under "

@@ -93,23 +93,26 @@ def _scores(q: Any, k: Any, cu_seqlens: Any) -> int:
 
 @_counts
 def _attention(
-    q: Any, k: Any, v: Any, causal: bool, scale: float, key: Any, site_head: int, threshold: int,
-    cu_seqlens: Any, *_: Any, **result: Any,
+    q: Any, k: Any, v: Any, causal: bool, scale: Any, key: Any = None, site_head: int = 0,
+    threshold: int = 0, cu_seqlens: Any = None, *_: Any, **result: Any,
 ) -> int:  # fmt: skip
     return 4 * _scores(q, k, cu_seqlens)
 
 
 @_counts
 def _attention_bwd(
-    do: Any, q: Any, k: Any, v: Any, o: Any, stats: Any, causal: bool, scale: float, key: Any,
-    site_head: int, threshold: int, cu_seqlens: Any, *_: Any, **result: Any,
+    do: Any, q: Any, k: Any, v: Any, o: Any, stats: Any, causal: bool, scale: Any, key: Any = None,
+    site_head: int = 0, threshold: int = 0, cu_seqlens: Any = None, *_: Any, **result: Any,
 ) -> int:  # fmt: skip
     return 10 * _scores(q, k, cu_seqlens)
 
 
 def _register(counter: ModuleType) -> None:
     for name, formula in _FORMULAS.items():
-        counter.register_flop_formula(getattr(torch.ops.fastpar, name), get_raw=True)(formula)
+        stem, bwd, _ = name.partition("_bwd")
+        for op in (name, f"{stem}_composed{bwd}"):
+            if hasattr(torch.ops.fastpar, op):  # some are in the compiled library
+                counter.register_flop_formula(getattr(torch.ops.fastpar, op), get_raw=True)(formula)
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):

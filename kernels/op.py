@@ -226,7 +226,7 @@ def goes_straight(args: tuple) -> bool:
 
 def _stem(name: str) -> str:
     """The op's base name: layer_norm for layer_norm_bwd, and so on."""
-    return name.removesuffix("_").removesuffix("_bwd")
+    return name.removesuffix("_").removesuffix("_bwd").removesuffix("_composed")
 
 
 def in_transform() -> bool:
@@ -282,6 +282,7 @@ def check_float(op: str, name: str, x: Tensor) -> None:
 
 def check_vector(op: str, name: str, vector: Tensor, x: Tensor) -> None:
     """Refuses a vector without one number per element of x's last dimension."""
+    check_dense(op, name, vector)
     row = x.shape[-1:]
     if vector.dim() != 1 or vector.shape != row:
         raise ValueError(
@@ -386,6 +387,43 @@ def define_autograd(
     at_once = _function(op.name, forward=eager, backward=backward_of_some)
     op.apply = super(torch.autograd.Function, at_once).apply
     op.setup_context, op.backward = setup_of_transform, backward_of_transform
+
+
+COMPILED: set[str] = set()  # names of csrc/torch's ops
+
+
+def define_kernels(
+    name: str, run: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What csrc/torch's op of that name leaves to Python: `run`, its kernel for CUDA tensors, which
+    makes the checks with their words for calls of any kind, and its fake. Of several outputs both
+    may return None for empty ones. Returns the op; without the compiled module what refuses."""
+    if _C is None:
+        return functools.partial(_missing, name)
+    COMPILED.add(name)
+    op = getattr(torch.ops.fastpar, name).default
+    for key in ("CUDA", "SparseCPU", "SparseCsrCPU", "MkldnnCPU"):
+        _library.impl(name, run, key)
+    torch.library.register_fake(op, fake, lib=_library)
+
+    def vmap(info, in_dims, *args):
+        results = []
+        for i in range(info.batch_size):
+            slices = (
+                a.select(d, i) if isinstance(a, Tensor) and d is not None else a
+                for a, d in zip(args, in_dims)
+            )
+            results.append(op(*slices))
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        return tuple(map(torch.stack, zip(*results))), (0,) * len(results[0])
+
+    torch.library.register_vmap(op, vmap, lib=_library)
+    return op
+
+
+def _missing(name: str, *args: Any) -> Any:
+    raise RuntimeError(f"{name}: expected the compiled module, got none; install fastpar with it")
 
 
 def refuse_double_backward(op: str) -> None:

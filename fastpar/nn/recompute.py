@@ -48,7 +48,7 @@ _AHEAD = 2  # inputs that are copied back while a block is in backward: fastpar'
 # again. (For heads exchanged over cp, keeping would store q, k, v and o twice.)
 _OURS = (
     *("linear", "column_linear", "row_linear", "grid_column", "grid_row", "grouped_linear"),
-    *("attention", "cp_attend_keys", "ep_counts", "ep_exchange"),
+    *("attention", "attention_composed", "cp_attend_keys", "ep_counts", "ep_exchange"),
 )
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 _ATTENTION = (
@@ -56,7 +56,7 @@ _ATTENTION = (
     *("cudnn_attention", "fused_attention_overrideable"),
 )
 KEPT = [
-    *(getattr(torch.ops.fastpar, name).default for name in _OURS),
+    *(op.default for name in _OURS if (op := getattr(torch.ops.fastpar, name, None))),
     *(getattr(torch.ops.aten, name).default for name in _PRODUCTS),
     *(getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in _ATTENTION),
 ]

@@ -41,19 +41,20 @@ alike, [T, H, D]. Without dropout and documents torch has its own kernel: sdpa()
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.kernels import _C, philox
+from fastpar.kernels import choice as choices
+from fastpar.kernels import philox
 from fastpar.kernels.attention import peers as attention_peers
 from fastpar.kernels.attention.peers import serving
 from fastpar.kernels.backend import has_fma, triton_module, use_cpp, use_triton, wide
 from fastpar.kernels.config_table import ConfigTable
-from fastpar.kernels.op import check_float, define_autograd, define_op
+from fastpar.kernels.op import check_float, define_autograd, define_kernels, define_op
 from fastpar.kernels.philox import Rng, check_rng, draw_key, quantize_p
 
 MAX_HEAD_DIM = 256
@@ -274,13 +275,6 @@ def _split(q: Tensor, k: Tensor | None, v: Tensor | None) -> Triple:
     return q, k, v
 
 
-def _arguments(causal: bool, scale: float, drop: Dropout) -> tuple:
-    """The arguments of the two compiled functions after the tensors."""
-    seed, first_sample = (0, 0) if drop.key is None else drop.key.tolist()
-    place = drop.site_head, drop.threshold, drop.first_row
-    return causal, scale, seed, first_sample, *place, torch.get_num_threads()
-
-
 def _case(threshold: int, cu_seqlens: Tensor | None) -> str:
     """The op name under which a call is proven: torch has its own kernel for plain calls only."""
     return "attention_masked" if threshold or cu_seqlens is not None else "attention"
@@ -312,10 +306,13 @@ def _contiguous_like(x: Tensor) -> Tensor:
 
 
 def _attention_run(
-    q: Tensor, k: Tensor | None, v: Tensor | None, causal: bool, scale: float, key: Tensor | None,
-    site_head: int, threshold: int, cu_seqlens: Tensor | None, bits: Tensor | None = None,
-    first_row: int | None = None,
+    q: Tensor, k: Tensor | None, v: Tensor | None, causal: bool, scale: float | None,
+    key: Tensor | None = None, site_head: int = 0, threshold: int = 0,
+    cu_seqlens: Tensor | None = None, bits: Tensor | None = None, first_row: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Every kernel but ours for CPUs, which this calls for calls that a proof gives to others."""
+    _check_inputs(q, k, v, cu_seqlens is not None)
+    scale = _check_scale(q, scale)
     op = _case(threshold, cu_seqlens)
     triton = use_triton(op, q)
     cu_seqlens, bounds = _documents(cu_seqlens, q, triton)
@@ -329,27 +326,27 @@ def _attention_run(
         return triton_module("attention.triton").attention_fwd(
             q, k, v, causal, scale, key, site_head, threshold, cu_seqlens, bits, first_row
         )
-    drop = Dropout(key, site_head, threshold, first_row or 0)
     if cpp:
-        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        stats = q.new_empty(*_stats_shape(q), 2, dtype=torch.float32)
-        _C.attention_fwd(q, k, v, o, stats, cu_seqlens, *_arguments(causal, scale, drop))
-        return o, stats
+        return _attention(
+            q, k, v, causal, scale, key, site_head, threshold, cu_seqlens, None, first_row
+        )
+    drop = Dropout(key, site_head, threshold, first_row or 0)
     o = composed_fwd((q, k, v), bounds, causal, scale, drop)
     return o, q.new_empty(0, dtype=torch.float32)
 
 
 def _attention_bwd_run(
     do: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, o: Tensor | None, stats: Tensor,
-    causal: bool, scale: float, key: Tensor | None, site_head: int, threshold: int,
-    cu_seqlens: Tensor | None, bits: Tensor | None = None, first_row: int | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """dq, dk and dv; for a packed q only its gradient."""
+    causal: bool, scale: float | None, key: Tensor | None = None, site_head: int = 0,
+    threshold: int = 0, cu_seqlens: Tensor | None = None, bits: Tensor | None = None,
+    first_row: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv; for a packed q its gradient and twice [0]."""
     inputs = _split(q, k, v)
     dq = _contiguous_like(q)
-    results: tuple[Tensor, Tensor | None, Tensor | None]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if k is None or v is None:
-        results, grads = (dq, None, None), _split(dq, None, None)
+        results, grads = (dq, q.new_empty(0), q.new_empty(0)), _split(dq, None, None)
     else:
         results = grads = dq, _contiguous_like(k), _contiguous_like(v)
     op = _case(threshold, cu_seqlens)
@@ -367,17 +364,18 @@ def _attention_bwd_run(
             do, *inputs, o, stats, *grads, causal, scale, key, site_head, threshold, cu_seqlens,
             bits, first_row,
         )  # fmt: skip
+    elif stats.dim() == do.dim():  # our kernel's for CPUs
+        mask = key, site_head, threshold, cu_seqlens, None, first_row
+        return _attention_bwd(do, q, k, v, None, stats, causal, scale, *mask)
     else:
         drop = Dropout(key, site_head, threshold, first_row or 0)
-        if stats.dim() == do.dim():
-            rest = _arguments(causal, scale, drop)
-            _C.attention_bwd(do, *inputs, stats, *grads, cu_seqlens, *rest)
-        else:
-            composed_bwd(do, inputs, grads, bounds, causal, scale, drop)
+        composed_bwd(do, inputs, grads, bounds, causal, scale, drop)
     return results
 
 
-def _fake(q, k, v, causal, scale, key, site_head, threshold, cu_seqlens, *_):
+def _fake(q, k, v, causal, scale, key=None, site_head=0, threshold=0, cu_seqlens=None, *_):
+    _check_inputs(q, k, v, cu_seqlens is not None)
+    _check_scale(q, scale)
     q, _k, _v = _split(q, k, v)
     op = _case(threshold, cu_seqlens)
     if use_triton(op, q):
@@ -394,42 +392,56 @@ def _bwd_fake(do, q, k, v, *_):
     return _contiguous_like(q), *empty
 
 
+_attention = define_kernels("attention", _attention_run, _fake)
+_attention_bwd = define_kernels("attention_bwd", _attention_bwd_run, _bwd_fake)
+
+# The same functions for the calls that our kernel for CPUs does not serve.
 _HOW = (
-    "bool causal, float scale, Tensor? key, SymInt site_head, int threshold, Tensor? cu_seqlens, "
-    "Tensor? bits=None, SymInt? first_row=None"
+    "bool causal, float? scale, Tensor? key, SymInt site_head, int threshold, Tensor? cu_seqlens, "
+    "SymInt? first_row"
 )
-_attention = define_op(
-    f"attention(Tensor q, Tensor? k, Tensor? v, {_HOW}) -> (Tensor, Tensor)", _attention_run, _fake
-)
-_attention_bwd = define_op(
-    "attention_bwd(Tensor do, Tensor q, Tensor? k, Tensor? v, Tensor? o, Tensor stats, "
+
+
+def _without_bits(run: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: run(*args[:-1], None, args[-1])
+
+
+_composed = define_op(
+    f"attention_composed(Tensor q, Tensor? k, Tensor? v, {_HOW}) -> (Tensor, Tensor)",
+    _without_bits(_attention_run), _fake,
+)  # fmt: skip
+_composed_bwd = define_op(
+    "attention_composed_bwd(Tensor do, Tensor q, Tensor? k, Tensor? v, Tensor? o, Tensor stats, "
     f"{_HOW}) -> (Tensor, Tensor, Tensor)",
-    _attention_bwd_run,
-    _bwd_fake,
-)
+    _without_bits(_attention_bwd_run), _bwd_fake,
+)  # fmt: skip
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.scale, key, ctx.site_head, ctx.threshold, cu_seqlens, *more = inputs
-    bits = more[0] if more else None
-    ctx.first_row = more[1] if len(more) > 1 else None
-    ctx.n_inputs = len(inputs)
+    q, k, v, *ctx.how, key, site_head, ctx.threshold, cu_seqlens, ctx.first_row = inputs
+    ctx.site_head = site_head
     o, stats = output
     other = attention_peers.wanted(_case(ctx.threshold, cu_seqlens), q, 1)
     kept = o if _of_triton(stats, o) or other in attention_peers.PEERS else None
-    ctx.save_for_backward(q, k, v, kept, stats, key, cu_seqlens, bits)
+    ctx.save_for_backward(q, k, v, kept, stats, key, cu_seqlens)
 
 
 def _backward(ctx, do, *_):
-    q, k, v, o, stats, key, cu_seqlens, bits = ctx.saved_tensors
-    mask = key, ctx.site_head, ctx.threshold
-    more = cu_seqlens, bits, ctx.first_row
-    run = _attention_bwd.after(do)
-    dq, dk, dv = run(do, q, k, v, o, stats, ctx.causal, ctx.scale, *mask, *more)
-    return dq, *((None, None) if k is None else (dk, dv)), *[None] * (ctx.n_inputs - 3)
+    q, k, v, o, stats, key, cu_seqlens = ctx.saved_tensors
+    rest = key, ctx.site_head, ctx.threshold, cu_seqlens, ctx.first_row
+    dq, dk, dv = _composed_bwd.after(do)(do, q, k, v, o, stats, *ctx.how, *rest)
+    return dq, *((None, None) if k is None else (dk, dv)), *[None] * 7
 
 
-define_autograd(_attention, _setup_context, _backward, by_products=1, once="attention")
+define_autograd(_composed, _setup_context, _backward, by_products=1, once="attention")
+
+
+def attention_calls(q: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward for tensors like q, below autograd: arguments as those of
+    attention_composed."""
+    if use_triton("attention_masked", q) or _is_plain(q):
+        return _without_bits(_attention), _without_bits(_attention_bwd)
+    return _composed, _composed_bwd
 
 
 def bounds_of(cu_seqlens: Tensor, total: int) -> list[int]:
@@ -482,8 +494,18 @@ def _check_tensor(name: str, x: Tensor, shape: str) -> None:
         )
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
-    """Refuses q, k and v that do not match, naming the dimension and both sizes."""
+def _check_inputs(q: Tensor, k: Tensor | None, v: Tensor | None, packed: bool) -> None:
+    """Refuses q, k and v that do not match, naming the dimension and both sizes. csrc/torch's
+    is_usual() allows the same."""
+    if k is None or v is None:
+        shape = "[total, 3, H, D]" if packed else "[B, T, 3, H, D]"
+        _check_tensor("qkv", q, shape)
+        if q.shape[-3] != 3:
+            raise ValueError(
+                f"attention: expected qkv of shape {shape}, got qkv={list(q.shape)}; "
+                "unflatten the projection's last dimension to (3, H, D)"
+            )
+        return
     shape = "[total, H, D]" if packed else "[B, T, H, D]"
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, x, shape)
@@ -530,11 +552,39 @@ def _check_cu_seqlens(cu_seqlens: Tensor, device: torch.device) -> None:
         )
 
 
+def _check_scale(q: Tensor, softmax_scale: float | None) -> float:
+    """The factor of the scores."""
+    D = q.shape[-1]
+    if not 1 <= D <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"attention: expected head dim in [1, {MAX_HEAD_DIM}], got D={D}; use more heads"
+        )
+    scale = D**-0.5 if softmax_scale is None else softmax_scale
+    if isinstance(scale, str) or not 0.0 < scale < math.inf:
+        raise ValueError(
+            f"attention: expected a finite softmax_scale > 0, got softmax_scale={softmax_scale}; "
+            "change the sign of q instead"
+        )
+    return float(scale)
+
+
+_USUAL_SCALES = (type(None), float)
+
+
+def _is_plain(q: Tensor) -> bool:
+    """Whether our kernel for CPUs serves, and nothing may prefer another."""
+    preferred = attention_peers.forced or choices.proofs or choices._trying
+    return has_fma and not preferred and use_cpp("attention", q)
+
+
 def _run(
     q: Tensor, k: Tensor | None, v: Tensor | None, causal: bool, softmax_scale: float | None,
     p: float, rng: Rng | None, cu_seqlens: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The call, after q, k and v have been checked against each other; q may be packed."""
+    """The call; q may be packed."""
+    if not p and cu_seqlens is None and type(softmax_scale) in _USUAL_SCALES and _is_plain(q):
+        return _attention(q, k, v, causal, softmax_scale)[0]
+    _check_inputs(q, k, v, cu_seqlens is not None)
     H, D = q.shape[-2:]
     threshold = quantize_p(p)
     op = _case(threshold, cu_seqlens)
@@ -546,20 +596,11 @@ def _run(
             f"kernels, got D={D}; pad the heads with zeros and pass softmax_scale, or set "
             "FASTPAR_BACKEND=torch"
         )
-    if not 1 <= D <= MAX_HEAD_DIM:
-        raise ValueError(
-            f"attention: expected head dim in [1, {MAX_HEAD_DIM}], got D={D}; use more heads"
-        )
-    scale = D**-0.5 if softmax_scale is None else softmax_scale
-    if isinstance(scale, str) or not 0.0 < scale < math.inf:
-        raise ValueError(
-            f"attention: expected a finite softmax_scale > 0, got softmax_scale={softmax_scale}; "
-            "change the sign of q instead"
-        )
-    scale = float(scale)
+    scale = _check_scale(q, softmax_scale)
     if cu_seqlens is not None:
         _check_cu_seqlens(cu_seqlens, q.device)
     own = triton or (has_fma and use_cpp(op, q))
+    call = _attention if triton or _is_plain(q) else _composed
     if not own:
         attention_peers.refuse_to_ignore(op, q)
     if threshold:
@@ -569,11 +610,13 @@ def _run(
         mask = rng.key, rng.site_head, threshold
         tk = (q if k is None else k).shape[1]
         whole = cu_seqlens is None and first_row is None
+        if call is _composed:
+            return call(q, k, v, causal, scale, *mask, cu_seqlens, first_row)[0]
         bits = kept_bits(q, tk, causal, *mask) if triton and whole else None
-        return _attention(q, k, v, causal, scale, *mask, cu_seqlens, bits, first_row)[0]
+        return call(q, k, v, causal, scale, *mask, cu_seqlens, bits, first_row)[0]
     if cu_seqlens is None and not own:
         return sdpa(*_split(q, k, v), causal, scale)
-    return _attention(q, k, v, causal, scale, None, 0, 0, cu_seqlens)[0]
+    return call(q, k, v, causal, scale, None, 0, 0, cu_seqlens, None)[0]
 
 
 def attention(
@@ -608,7 +651,6 @@ def attention(
     Oracle: fastpar.kernels.reference.attention_ref
     Source: Vaswani et al. 2017, arXiv 1706.03762; Dao et al. 2022, arXiv 2205.14135
     """
-    _check_inputs(q, k, v, cu_seqlens is not None)
     return _run(q, k, v, causal, softmax_scale, dropout_p, rng, cu_seqlens)
 
 
@@ -626,11 +668,4 @@ def attention_qkvpacked(
     Traffic: 4/3 * qkv.numel() * qkv.element_size() bytes forward.
     Raises, Deterministic, Oracle, Source: as attention().
     """
-    shape = "[B, T, 3, H, D]" if cu_seqlens is None else "[total, 3, H, D]"
-    _check_tensor("qkv", qkv, shape)
-    if qkv.shape[-3] != 3:
-        raise ValueError(
-            f"attention: expected qkv of shape {shape}, got qkv={list(qkv.shape)}; "
-            "unflatten the projection's last dimension to (3, H, D)"
-        )
     return _run(qkv, None, None, causal, softmax_scale, dropout_p, rng, cu_seqlens)

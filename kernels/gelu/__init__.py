@@ -20,11 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.kernels import _C
 from fastpar.kernels.backend import triton_module, use_cpp, use_triton
 from fastpar.kernels.config_table import ConfigTable
 from fastpar.kernels.linear import linear
-from fastpar.kernels.op import check_float, check_vector, define_autograd, define_op
+from fastpar.kernels.op import check_float, check_vector, define_autograd, define_kernels, define_op
 
 
 class Config(NamedTuple):
@@ -48,45 +47,49 @@ TABLE = ConfigTable("gelu_configs", Config, candidates)
 _FORMS = ("none", "tanh")  # torch's names, by whether it is the tanh form
 
 
-def _float_bias(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.to(torch.float32).contiguous()
-
-
 def _pre_activation(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else (x + bias).to(x.dtype)
 
 
-def _bias_gelu_cpp(x: Tensor, bias: Tensor | None) -> Tensor:
-    """y of the tanh form by the compiled kernel; the doctor's tests put a broken one here."""
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    if x.numel():
-        c = x.shape[-1] if x.dim() else 1
-        _C.bias_gelu_fwd(x, _float_bias(bias), y, c, torch.get_num_threads())
-    return y
+def _check(x: Tensor, bias: Tensor | None) -> None:
+    """csrc/torch/gelu.cpp is_usual() allows the same."""
+    check_float("bias_gelu", "x", x)
+    if bias is not None:
+        check_vector("bias_gelu", "bias", bias, x)
 
 
-def bias_gelu_fwd(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+def _run(x, bias, tanh):
+    """Triton's kernel; kernels/op.py define_kernels says for which calls."""
+    _check(x, bias)
+    return triton_module("gelu.triton").bias_gelu_fwd(x, bias, tanh)
+
+
+def _fake(x, bias, tanh):
+    _check(x, bias)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _bwd_fake(dy, x, bias, tanh):
+    like = x.new_empty(0, dtype=torch.float32) if bias is None else bias
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, like))
+
+
+_bias_gelu = define_kernels("bias_gelu", _run, _fake)
+define_kernels(
+    "bias_gelu_bwd", lambda *args: triton_module("gelu.triton").bias_gelu_bwd(*args), _bwd_fake
+)
+
+
+# Composed of torch's ops.
+
+
+def composed_fwd(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     """y = gelu(x + bias), contiguous."""
-    if use_triton("bias_gelu", x):
-        return triton_module("gelu.triton").bias_gelu_fwd(x, bias, tanh)
-    if use_cpp("bias_gelu", x) and tanh:
-        return _bias_gelu_cpp(x, bias)
     return F.gelu(_pre_activation(x, bias).contiguous(), approximate=_FORMS[tanh])
 
 
-def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
+def composed_bwd(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
     """dx and dbias ([0] fp32 without a bias), contiguous."""
-    if use_triton("bias_gelu", x):
-        return triton_module("gelu.triton").bias_gelu_bwd(dy, x, bias, tanh)
-    if use_cpp("bias_gelu", x) and tanh:
-        dy, x = dy.contiguous(), x.contiguous()
-        dx = torch.empty_like(x)
-        dbias = x.new_zeros(0 if bias is None else bias.shape[0], dtype=torch.float32)
-        if x.numel():
-            c, to = x.shape[-1] if x.dim() else 1, None if bias is None else dbias
-            _C.bias_gelu_bwd(dy, x, _float_bias(bias), dx, to, c, torch.get_num_threads())
-        return dx, dbias if bias is None else dbias.to(bias.dtype)
     u = _pre_activation(x, bias).contiguous()
     dx = torch.ops.aten.gelu_backward(dy.contiguous(), u, approximate=_FORMS[tanh])
     if bias is None:
@@ -96,18 +99,12 @@ def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tup
     return dx, rows.sum(0, dtype=wide).to(bias.dtype)
 
 
-def _bwd_fake(dy, x, bias, tanh):
-    like = x.new_empty(0, dtype=torch.float32) if bias is None else bias
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, like))
-
-
-_bias_gelu = define_op(
-    "bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor", bias_gelu_fwd,
-    lambda x, bias, tanh: torch.empty_like(x, memory_format=torch.contiguous_format),
-)  # fmt: skip
-_bias_gelu_bwd = define_op(
-    "bias_gelu_bwd(Tensor dy, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)",
-    bias_gelu_bwd,
+_composed = define_op(
+    "bias_gelu_composed(Tensor x, Tensor? bias, bool tanh) -> Tensor", composed_fwd, _fake
+)
+_composed_bwd = define_op(
+    "bias_gelu_composed_bwd(Tensor dy, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)",
+    composed_bwd,
     _bwd_fake,
 )
 
@@ -119,11 +116,11 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dy):
     x, bias = ctx.saved_tensors
-    dx, dbias = _bias_gelu_bwd.after(dy)(dy, x, bias, ctx.tanh)
+    dx, dbias = _composed_bwd.after(dy)(dy, x, bias, ctx.tanh)
     return dx, None if bias is None else dbias, None
 
 
-define_autograd(_bias_gelu, _setup_context, _backward, once="bias_gelu")
+define_autograd(_composed, _setup_context, _backward, once="bias_gelu")
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
@@ -150,10 +147,11 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
             f"bias_gelu: expected tanh or none, got approximate={approximate}; "
             "GPT-2 uses tanh, torch's default is none"
         )
-    check_float("bias_gelu", "x", x)
-    if bias is not None:
-        check_vector("bias_gelu", "bias", bias, x)
-    return _bias_gelu(x, bias, approximate == "tanh")
+    tanh = approximate == "tanh"
+    if (use_cpp("bias_gelu", x) and tanh) or use_triton("bias_gelu", x):
+        return _bias_gelu(x, bias, tanh)
+    _check(x, bias)
+    return _composed(x, bias, tanh)
 
 
 def gelu_mlp(

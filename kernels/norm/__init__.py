@@ -21,24 +21,21 @@ The bits of a result may differ between configs, by the order of sums.
 """
 
 import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.kernels import _C, philox
-from fastpar.kernels.backend import FLOATS, runs_triton, triton_module, use_cpp, use_triton, wide
+from fastpar.kernels import philox
+from fastpar.kernels.backend import triton_module, use_cpp, use_triton, wide
 from fastpar.kernels.config_table import ConfigTable
 from fastpar.kernels.op import (
     check_dense,
     check_eps,
     check_float,
     check_vector,
-    define_autograd,
-    define_op,
-    refuse_double_backward,
+    define_kernels,
 )
 from fastpar.kernels.philox import Rng
 
@@ -72,26 +69,12 @@ def check(name: str, x: Tensor, **vectors: Tensor | None) -> None:
             check_vector(name, key, vector, x)
 
 
-def is_usual(x: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> bool:
-    """Whether all are of one dtype and device and of the right shapes, so that check and
-    check_residual need not be called."""
-    dtype, device, shape = x.dtype, x.device, x.shape
-    if residual is not None and (
-        residual.dtype != dtype or residual.shape != shape or residual.device != device
-    ):
-        return False
-    row = shape[-1:]
-    for v in vectors:
-        if v is not None and (v.shape != row or v.dtype != dtype or v.device != device):
-            return False
-    return dtype in FLOATS and len(row) == 1 and 1 <= row[0] <= MAX_COLUMNS and not x.is_sparse
-
-
 def check_residual(
     name: str, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None,
     x_bias: Tensor | None,
 ) -> None:  # fmt: skip
     """Checks x against residual; vectors as in check()."""
+    check_dense(name, "x", x)
     check(name, residual, weight=weight, bias=bias)
     if x.shape != residual.shape:
         raise ValueError(
@@ -113,88 +96,81 @@ def check_residual(
         check(name, x, x_bias=x_bias)
 
 
-def _mask(
-    x: Tensor, key: Tensor | None, site: int, threshold: int, rows: int | None, place: Sequence[int]
-) -> tuple:
-    """The mask of x's rows, in the form of _C."""
-    n = x.numel() // x.shape[-1]
-    if key is None:
-        return 0, 0, 0, 0, 1, 1, max(1, n), place
-    seed, first_sample = key.tolist()
-    if rows is not None:
-        return seed, first_sample, site, threshold, n, 1, rows, place
-    at = philox.mask_shape(x.shape)
-    return seed, first_sample, site, threshold, at.samples, at.heads, at.rows, place
-
-
-def layer_norm_fwd(
+def _check_call(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, x_bias: Tensor | None,
-    key: Tensor | None, site: int, threshold: int, rows: int | None, place: Sequence[int],
     eps: float, rms: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """(y, residual_out, stats); residual_out only with a residual."""
-    if runs_triton(x):
-        return triton_module("norm.triton").layer_norm_fwd(
-            x, residual, weight, bias, x_bias, key, site, threshold, rows, place, eps, rms
-        )
-    x = x.contiguous() if residual is None else x.to(residual.dtype).contiguous()
-    y = torch.empty_like(x)
-    total = None if residual is None else torch.empty_like(x)
-    n = x.numel() // x.shape[-1]
-    stats = x.new_empty((1 if rms else 2, n), dtype=torch.float32)
-    if n:
-        _C.layer_norm_fwd(
-            x, None if residual is None else residual.contiguous(),
-            None if x_bias is None else x_bias.contiguous(), weight.contiguous(),
-            None if bias is None else bias.contiguous(), total, y, stats, eps, rms,
-            *_mask(x, key, site, threshold, rows, place), torch.get_num_threads(),
-        )  # fmt: skip
-    return y, total, stats
+) -> None:  # fmt: skip
+    """The checks of a call of the op. csrc/torch/norm.cpp is_usual() allows the same."""
+    name = "rms_norm" if rms else "layer_norm"
+    if residual is None:
+        check(name, x, weight=weight, bias=bias)
+    else:
+        name = f"residual_{name}"
+        check_residual(name, x, residual, weight, bias, x_bias)
+    check_eps(name, eps)
 
 
-def layer_norm_bwd(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, stats: Tensor, key: Tensor | None,
-    site: int, threshold: int, rows: int | None, place: Sequence[int], x_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None, x_bias_dtype: torch.dtype | None, rms: bool,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """(dtotal, dx, dweight, dbias, dx_bias) of the rows x that were normalized. dx is None if it
-    would equal dtotal (no mask, x_dtype is x's), dbias and dx_bias if their dtype is None."""
-    if runs_triton(x):
-        return triton_module("norm.triton").layer_norm_bwd(
-            dy, dtotal, x, weight, stats, key, site, threshold, rows, place, x_dtype, bias_dtype,
-            x_bias_dtype, rms,
-        )  # fmt: skip
-    dy, x = dy.contiguous(), x.contiguous()
-    dsum = torch.empty_like(x)
-    dx = torch.empty_like(x) if key is not None else None
-    like = torch.empty_like if x.numel() else torch.zeros_like
-    dweight, dtypes = like(weight), (bias_dtype, x_bias_dtype)
-    dbias, dx_bias = (None if d is None else like(weight, dtype=d) for d in dtypes)
-    if x.numel():
-        _C.layer_norm_bwd(
-            dy, None if dtotal is None else dtotal.contiguous(), x, weight.contiguous(),
-            *(stats, dsum, dx, dweight, dbias, dx_bias), rms,
-            *_mask(x, key, site, threshold, rows, place), torch.get_num_threads(),
-        )  # fmt: skip
-    if x_dtype != x.dtype:
-        dx = (dsum if dx is None else dx).to(x_dtype)
-    return dsum, dx, dweight, dbias, dx_bias
+# Triton's kernels; kernels/op.py define_kernels says for which calls.
+
+
+def _run(x, weight, bias, eps, rms):
+    _check_call(x, None, weight, bias, None, eps, rms)
+    y, _, stats = triton_module("norm.triton").layer_norm_fwd(
+        x, None, weight, bias, None, *_NO_MASK, eps, rms
+    )
+    return y, stats
+
+
+def _run_residual(x, residual, weight, bias, x_bias, eps, rms, *mask):
+    _check_call(x, residual, weight, bias, x_bias, eps, rms)
+    return triton_module("norm.triton").layer_norm_fwd(
+        x, residual, weight, bias, x_bias, *_all(mask), eps, rms
+    )
+
+
+def _run_bwd(
+    dy, dtotal, x, weight, stats, x_dtype, bias_dtype, x_bias_dtype, rms, *mask
+):  # fmt: skip
+    """dx is empty if it would equal dtotal, dbias and dx_bias if their dtype is None."""
+    dsum, dx, dweight, dbias, dx_bias = triton_module("norm.triton").layer_norm_bwd(
+        dy, dtotal, x, weight, stats, *_all(mask), x_dtype, bias_dtype, x_bias_dtype, rms
+    )
+    dx = x.new_empty(0, dtype=x_dtype) if dx is None else dx
+    sums = (x.new_empty(0, dtype=torch.float32) if d is None else d for d in (dbias, dx_bias))
+    return dsum, dx, dweight, *sums
+
+
+_NO_MASK = (None, 0, 0, None, (0, 0, 0))
+
+
+def _all(mask: tuple) -> tuple:
+    """The last arguments of a call, with those that the dispatcher leaves out."""
+    *mask, place = (*mask, *_NO_MASK[len(mask) :])
+    return *mask, place or (0, 0, 0)
 
 
 def _rows_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _fake(x, residual, weight, bias, x_bias, key, site, threshold, rows, place, eps, rms):
-    n = x.numel() // x.shape[-1]
-    stats = x.new_empty((1 if rms else 2, n), dtype=torch.float32)
-    dtype = x.dtype if residual is None else residual.dtype
-    total = x.new_empty(0) if residual is None else _rows_like(x, dtype)
-    return _rows_like(x, dtype), total, stats
+def _stats_like(x: Tensor, rms: bool) -> Tensor:
+    return x.new_empty((1 if rms else 2, x.numel() // x.shape[-1]), dtype=torch.float32)
 
 
-def _bwd_fake(dy, dtotal, x, weight, stats, key, *options):
-    *_, x_dtype, bias_dtype, x_bias_dtype, _rms = options
+def _fake(x, weight, bias, eps, rms):
+    _check_call(x, None, weight, bias, None, eps, rms)
+    return _rows_like(x, x.dtype), _stats_like(x, rms)
+
+
+def _residual_fake(x, residual, weight, bias, x_bias, eps, rms, *mask):
+    _check_call(x, residual, weight, bias, x_bias, eps, rms)
+    total = _rows_like(x, residual.dtype)
+    return torch.empty_like(total), total, _stats_like(x, rms)
+
+
+def _bwd_fake(
+    dy, dtotal, x, weight, stats, x_dtype, bias_dtype, x_bias_dtype, rms, key=None, *mask
+):  # fmt: skip
     writes_dx = key is not None or x_dtype != x.dtype
     dx = _rows_like(x, x_dtype) if writes_dx else x.new_empty(0, dtype=x_dtype)
     sums = (
@@ -204,48 +180,9 @@ def _bwd_fake(dy, dtotal, x, weight, stats, key, *options):
     return _rows_like(x, x.dtype), dx, *sums
 
 
-_MASK = "Tensor? key, SymInt site, int threshold, SymInt? rows, SymInt[] place"
-_layer_norm = define_op(
-    "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? x_bias, "
-    f"{_MASK}, float eps, bool rms) -> (Tensor, Tensor, Tensor)",
-    layer_norm_fwd,
-    _fake,
-)
-_layer_norm_bwd = define_op(
-    f"layer_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor stats, {_MASK}, "
-    "ScalarType x_dtype, ScalarType? bias_dtype, ScalarType? x_bias_dtype, bool rms)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    layer_norm_bwd,
-    _bwd_fake,
-)
-
-
-def _setup_context(ctx, inputs, output):
-    x, residual, weight, bias, x_bias, key, *ctx.mask, _, ctx.rms = inputs
-    _, total, stats = output
-    ctx.plain = residual is None
-    ctx.save_for_backward(x if ctx.plain else total, weight, stats, key)
-    ctx.x_dtype = x.dtype
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.x_bias_dtype = None if x_bias is None else x_bias.dtype
-
-
-def _backward(ctx, dy, dtotal, *_):
-    refuse_double_backward("rms_norm" if ctx.rms else "layer_norm")
-    rows, weight, stats, key = ctx.saved_tensors
-    if dy is None:
-        dy = torch.zeros_like(rows)
-    dsum, dx, dweight, dbias, dx_bias = _layer_norm_bwd.after(dy, dtotal)(
-        dy, None if ctx.plain else dtotal, rows, weight, stats, key, *ctx.mask, ctx.x_dtype,
-        ctx.bias_dtype, ctx.x_bias_dtype, ctx.rms,
-    )  # fmt: skip
-    dx = dx if key is not None or ctx.x_dtype != rows.dtype else dsum
-    dbias = None if ctx.bias_dtype is None else dbias
-    dx_bias = None if ctx.x_bias_dtype is None else dx_bias
-    return dx, None if ctx.plain else dsum, dweight, dbias, dx_bias, *[None] * 7
-
-
-define_autograd(_layer_norm, _setup_context, _backward, by_products=1)
+_layer_norm = define_kernels("layer_norm", _run, _fake)
+_residual_layer_norm = define_kernels("residual_layer_norm", _run_residual, _residual_fake)
+define_kernels("layer_norm_bwd", _run_bwd, _bwd_fake)
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
@@ -271,11 +208,9 @@ def _plain(
     name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool
 ) -> Tensor:
     weight = _or_ones(name, weight, x)
-    if not is_usual(x, None, weight, bias):
-        check(name, x, weight=weight, bias=bias)
-    check_eps(name, eps)
-    if use_triton(name, x) or use_cpp(name, x):
-        return _layer_norm(x, None, weight, bias, None, None, 0, 0, None, (0, 0, 0), eps, rms)[0]
+    if use_cpp(name, x) or use_triton(name, x):
+        return _layer_norm(x, weight, bias, eps, rms)[0]
+    _check_call(x, None, weight, bias, None, eps, rms)
     return _norm(x, weight, bias, eps, rms)
 
 
@@ -285,11 +220,9 @@ def _after_residual(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, residual_out)"""
     weight = _or_ones(name, weight, residual)
-    if not is_usual(x, residual, weight, bias, x_bias):
-        check_residual(name, x, residual, weight, bias, x_bias)
-    check_eps(name, eps)
-    mask: tuple[Any, ...] = (None, 0, 0, None, (0, 0, 0))
+    mask: tuple[Any, ...] = ()
     if dropout_p:
+        _check_call(x, residual, weight, bias, x_bias, eps, rms)
         threshold = philox.quantize_p(dropout_p)
         rng = Rng(philox.draw_key(x.device), 0) if rng is None else rng
         if not rng.is_whole:
@@ -297,9 +230,9 @@ def _after_residual(
             philox.check_rows(name, rng, x.numel() // x.shape[-1])
         philox.check_rng(rng, 1 if x.dim() == 3 else philox.mask_shape(x.shape).heads, x.device)
         mask = rng.key, rng.site, threshold, rng.rows, rng.place
-    if use_triton(name, residual) or use_cpp(name, residual):
-        y, residual_out, *_ = _layer_norm(x, residual, weight, bias, x_bias, *mask, eps, rms)
-        return y, residual_out
+    if use_cpp(name, residual) or use_triton(name, residual):
+        return _residual_layer_norm(x, residual, weight, bias, x_bias, eps, rms, *mask)[:2]
+    _check_call(x, residual, weight, bias, x_bias, eps, rms)
     if x_bias is not None:
         x = (x + x_bias).to(x.dtype)
     residual_out = residual + philox.dropout(x, dropout_p, rng)

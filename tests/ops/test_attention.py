@@ -232,7 +232,6 @@ def test_many_blocks(monkeypatch, kilobytes, queries, causal):
     """Composed, as on a CPU without FMA: one key head a block, some heads, all heads."""
     module = importlib.import_module("fastpar.kernels.attention")
     monkeypatch.setattr(module, "has_fma", False)
-    monkeypatch.setattr(module, "_C", None)
     monkeypatch.setitem(BLOCK_BYTES, "cpu", kilobytes << 10)
     monkeypatch.setitem(BLOCK_QUERIES, "cpu", queries)
     check(attention_case(3, 50, 16, 4, "cpu", Hkv=2, p=0.3, causal=causal), torch.float32, "cpu")

@@ -19,6 +19,7 @@ from cells import slow
 from more_cases import cases_of
 from test_cases import tiles_fit
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar import kernels
 from fastpar.kernels import Rng, adamw, backend, make_key, op, triton_launch
@@ -167,34 +168,26 @@ def kind(a):
     return a if a is None or isinstance(a, bool | str | torch.dtype) else type(a)
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """calls(programs): op -> arguments of its calls in the programs and their backward, of each
-    kind the first."""
-    found: dict[op.Op, dict] = {}
-    call, after = op.Op.__call__, op.Op.after
+class Calls(TorchDispatchMode):
+    """op -> arguments of its calls and of those of its backward, of each kind the first."""
 
-    def note(self, args):
-        found.setdefault(self, {}).setdefault(kind(args), tuple(frozen(args)))
+    def __init__(self):
+        super().__init__()
+        self.found: dict[torch._ops.OpOverload, dict] = {}
 
-    def noted(self, *args):
-        note(self, args)
-        return call(self, *args)
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "fastpar":
+            given = (*args, *(kwargs or {}).values())  # in the order of the schema
+            self.found.setdefault(function, {}).setdefault(kind(given), tuple(frozen(given)))
+        return function(*args, **(kwargs or {}))
 
-    def noted_after(self, *grads):
-        run = after(self, *grads)
-        plain = lambda args: [a.detach() if isinstance(a, Tensor) else a for a in args]  # noqa: E731
-        return lambda *args: (note(self, plain(args)), run(*args))[1]
 
-    def calls(programs):
-        with monkeypatch.context() as patch:
-            patch.setattr(op.Op, "__call__", noted)
-            patch.setattr(op.Op, "after", noted_after)
-            for program in programs.values():
-                results(*program)
-        return found
-
-    return calls
+def calls(programs: dict[str, Program]) -> dict[torch._ops.OpOverload, dict]:
+    """What ops are called with in the programs."""
+    with Calls() as mode:
+        for program in programs.values():
+            results(*program)
+    return mode.found
 
 
 def every_program(device: str, dtype: torch.dtype = F32) -> dict[str, Program]:
@@ -209,28 +202,32 @@ def every_program(device: str, dtype: torch.dtype = F32) -> dict[str, Program]:
 QUICK = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
-def check(each: op.Op, args: list[Any], *tests: str) -> None:
+def name_of(each: torch._ops.OpOverload) -> str:
+    return each.name().removeprefix("fastpar::")
+
+
+def check(each: torch._ops.OpOverload, args: list[Any], *tests: str) -> None:
     """torch's checks of a call; its own of aliases compute, which 8-bit floats do not."""
     tensors = [a for a in args if isinstance(a, Tensor)]
-    if each.name.endswith("_bwd"):  # nobody differentiates it
+    if name_of(each).endswith("_bwd"):  # nobody differentiates it
         args = [a.detach() if isinstance(a, Tensor) else a for a in args]
     if any(a.dtype.itemsize == 1 and a.is_floating_point() for a in tensors):
         tests = tuple(name for name in tests if name != "test_schema")
-    torch.library.opcheck(each.overload, args, test_utils=tests)
+    torch.library.opcheck(each, args, test_utils=tests)
 
 
 @pytest.mark.slow
-def test_every_op_passes_torchs_checks(calls):
+def test_every_op_passes_torchs_checks():
     """Of every kind of call; with shapes as symbols, which is dear, the first."""
     found = calls(every_program("cpu"))
     modules = [m for name, m in sys.modules.items() if name.startswith("fastpar.kernels")]
-    registered = {x for m in modules for x in vars(m).values() if isinstance(x, op.Op)}
+    registered = {x.name for m in modules for x in vars(m).values() if isinstance(x, op.Op)}
     # Triton's: test_attention_triton.py; a product outside of an op: test_op.py, test_flops.py.
     left_out = {"attention_bits", "gemm_"}
-    assert {each.name for each in found} == {each.name for each in registered} - left_out
+    assert set(map(name_of, found)) == (registered | op.COMPILED) - left_out
     for each, arguments in found.items():
         for i, args in enumerate(arguments.values()):
-            capacity = each.name == "permute" and i  # makes zeros, no gradient to compare
+            capacity = name_of(each) == "permute" and i  # makes zeros, no gradient to compare
             dear = () if capacity or i else ("test_aot_dispatch_dynamic",)
             check(each, args, *QUICK, *dear)
 
@@ -240,7 +237,7 @@ def test_every_op_passes_torchs_checks(calls):
     [("torch", F32), slow("torch", torch.float64), slow("triton", F32)],
     indirect=["form"],
 )
-def test_other_forms_return_what_is_registered(calls, form, dtype):
+def test_other_forms_return_what_is_registered(form, dtype):
     """Shapes, dtypes and aliases; how they are differentiated does not depend on the form."""
     for each, arguments in calls(every_program(form, dtype)).items():
         for args in arguments.values():

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fastpar.axes.context.sequences import ContextParallel, context_of, to_heads, to_tokens
 from fastpar.kernels import attention_qkvpacked
+from fastpar.kernels.attention import attention_calls
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 from fastpar.kernels.philox import Rng, quantize_p
 
@@ -169,7 +170,7 @@ class _Calls:
         key = self.key if self.key is None or further is None else self.key + further
         first_row = piece.first_row or None if self.threshold else None
         site = self.site_head + heads.start
-        return True, self.scale, key, site, self.threshold, cu, None, first_row
+        return True, self.scale, key, site, self.threshold, cu, first_row
 
     def inputs(self, piece: Piece, heads: slice, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         k, v = (piece.of_keys(x, self.batch) for x in kv.unbind(1))
@@ -182,7 +183,7 @@ def _attend(qkv: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     for heads, kv in calls.groups():
         for one in calls.planned:
             inputs = calls.inputs(one.piece, heads, kv)
-            part, kept = torch.ops.fastpar.attention(*inputs, *calls.settings(one, heads))
+            part, kept = attention_calls(inputs[0])[0](*inputs, *calls.settings(one, heads))
             one.piece.of_queries(o[:, heads], calls.batch).copy_(part)
             stats.append(kept.flatten())
     return o, torch.cat(stats)
@@ -215,7 +216,7 @@ def _attend_bwd(do: Tensor, qkv: Tensor, o: Tensor, stats: Tensor, *settings: An
             kept, stats = stats[: of_row * rows], stats[of_row * rows :]
             shape = (*given.shape[:-3], given.shape[-2], given.shape[-3])
             kept = kept.view(*shape, *[of_row] * (of_row == 2)) if of_row else kept
-            dq, *dkv = torch.ops.fastpar.attention_bwd(
+            dq, *dkv = attention_calls(inputs[0])[1](
                 given, *inputs, made.contiguous(), kept, *calls.settings(one, heads)
             )
             to.copy_(dq)
@@ -232,7 +233,7 @@ def _attend_bwd(do: Tensor, qkv: Tensor, o: Tensor, stats: Tensor, *settings: An
 def _fake(qkv, batch, scale, key, site_head, threshold, cu_seqlens, number):
     q, mask = qkv[:, 0], (key, site_head, threshold)
     q = q[None] if cu_seqlens is None else q
-    _, stats = torch.ops.fastpar.attention(q, q, q, True, scale, *mask, cu_seqlens)
+    _, stats = attention_calls(q)[0](q, q, q, True, scale, *mask, cu_seqlens, None)
     return qkv.new_empty(qkv[:, 0].shape), stats.flatten()
 
 
