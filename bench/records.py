@@ -121,8 +121,15 @@ SEVERAL = {  # benches of one module
     "layouts": ("zero", "tp", "pp", "cp"),
     "links": ("overlap", "wires"),
     "ops": (
-        *("attention", "bucket", "cross_entropy", "embedding", "gelu", "global_norm"),
-        *("grouped_linear", "layer_norm", "linear", "linear_cross_entropy", "linear_fp8"),
+        *("activation", "attention", "bucket", "cross_entropy", "embedding", "gelu"),
+        *(
+            "global_norm",
+            "grouped_linear",
+            "layer_norm",
+            "linear",
+            "linear_cross_entropy",
+            "linear_fp8",
+        ),
         *("orthogonalize", "permute", "philox", "quantize", "route"),
     ),
 }

@@ -188,18 +188,8 @@ void bind_ops(py::module_& m) {
       "bias_gelu_fwd",
       [](const Memory& x, const Memory& bias, const Memory& y, int64_t c, int threads) {
         const Dtype dtype = x.dtype("x");
-        bias_gelu_fwd(x.of(dtype, x.numel, "x"), bias.floats_or_null(c, "bias"),
-                      y.of(dtype, x.numel, "y"), dtype, x.numel / c, c, threads);
-      },
-      unlocked);
-  m.def(
-      "bias_gelu_bwd",
-      [](const Memory& dy, const Memory& x, const Memory& bias, const Memory& dx,
-         const Memory& dbias, int64_t c, int threads) {
-        const Dtype dtype = x.dtype("x");
-        bias_gelu_bwd(dy.of(dtype, x.numel, "dy"), x.of(dtype, x.numel, "x"),
-                      bias.floats_or_null(c, "bias"), dx.of(dtype, x.numel, "dx"),
-                      dbias.floats_or_null(c, "dbias"), dtype, x.numel / c, c, threads);
+        activation_fwd(x.of(dtype, x.numel, "x"), bias.floats_or_null(c, "bias"),
+                       y.of(dtype, x.numel, "y"), Activation::gelu, dtype, x.numel / c, c, threads);
       },
       unlocked);
   m.def(

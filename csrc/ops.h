@@ -13,14 +13,18 @@
 #pragma GCC visibility push(default)
 namespace fastpar {
 
-// y[N, C] = gelu(x[N, C] + bias[C]), tanh form. bias may be null. x and y of `dtype`.
-void bias_gelu_fwd(const void* x, const float* bias, void* y, Dtype dtype, int64_t n, int64_t c,
-                   int threads);
+// Of u = x[N, C] + bias[C], bias null: 0. gelu: the tanh form; relu2: max(u, 0)^2; swiglu:
+// silu(gate) * up, gate and up being the halves of C.
+enum class Activation : int { gelu, relu2, swiglu };
 
-// dx[N, C] = dy * gelu'(x + bias); dbias[C] = sum of dx's rows before rounding to `dtype`.
-// bias and dbias may be null. Rows are summed within fixed blocks, blocks in order.
-void bias_gelu_bwd(const void* dy, const void* x, const float* bias, void* dx, float* dbias,
-                   Dtype dtype, int64_t n, int64_t c, int threads);
+// y[N, C], with swiglu [N, C / 2], of x. x and y of `dtype`.
+void activation_fwd(const void* x, const float* bias, void* y, Activation kind, Dtype dtype,
+                    int64_t n, int64_t c, int threads);
+
+// dx[N, C] = dy * y'(u); dbias[C] = sum of dx's rows before rounding to `dtype`. bias and dbias may
+// be null. Rows are summed within fixed blocks, blocks in order.
+void activation_bwd(const void* dy, const void* x, const float* bias, void* dx, float* dbias,
+                    Activation kind, Dtype dtype, int64_t n, int64_t c, int threads);
 
 // Targets that are not ignore_index, or -(i + 1) for the first i whose target is outside [0, v).
 int64_t count_targets(const int64_t* targets, int64_t n, int64_t v, int64_t ignore_index);

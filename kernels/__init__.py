@@ -55,14 +55,13 @@ else:
         # `python -m` warns about a module that its own package imports, as this package must.
         warnings.filterwarnings("ignore", message="'fastpar.kernels.backend' found in sys.modules")
 
-    from fastpar.kernels.activation import activation
+    from fastpar.kernels.activation import activation, bias_gelu, gelu_mlp
     from fastpar.kernels.adamw import Hyper, adamw_step_, adamw_step_flat_
     from fastpar.kernels.attention import attention, attention_qkvpacked
     from fastpar.kernels.backend import keep_freed_memory
     from fastpar.kernels.bucket import accumulate_, pack_, sum_shards, unpack_
     from fastpar.kernels.embedding import embedding
     from fastpar.kernels.flops import register as _register_flops
-    from fastpar.kernels.gelu import bias_gelu, gelu_mlp
     from fastpar.kernels.global_norm import global_norm
     from fastpar.kernels.grouped_linear import grouped_linear
     from fastpar.kernels.linear import linear

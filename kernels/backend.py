@@ -58,7 +58,13 @@ OPS = {
         ("layer_norm", "rms_norm", "residual_layer_norm", "residual_rms_norm"),
         ("cpp: layer_norm_cpu.cpp", "triton: norm/triton.py"),
     ),
-    "bias_gelu": ("cpp: gelu_cpu.cpp (tanh form); torch (erf form)", "triton: gelu/triton.py"),
+    "bias_gelu": (
+        "cpp: activation_cpu.cpp (tanh form); torch (erf form)",
+        "triton: activation/triton.py",
+    ),
+    **dict.fromkeys(
+        ("relu2", "swiglu"), ("cpp: activation_cpu.cpp", "triton: activation/triton.py")
+    ),
     "embedding": ("torch; cpp: dropout_cpu.cpp", "triton: embedding_triton.py"),
     "linear": ("{gemm} (fp32); {gemm_bf16} (bf16); torch (fp16)", "torch"),
     "linear_fp8": (

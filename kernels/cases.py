@@ -361,7 +361,7 @@ def norms(rows: int, size: int, device: str) -> Iterator[OpCase]:
         yield residual_norm(min(rows, 96), size, P, device, rms=rms)
 
 
-# GELU
+# Activations
 
 
 def gelu(N: int, width: int, form: str = "tanh", scale: float = 1.0, *, bias: bool = True,
@@ -391,6 +391,46 @@ def gelus(rows: int, size: int, device: str) -> Iterator[OpCase]:
     for form in ("tanh", "erf"):
         yield gelu(rows, size, form)
         yield gelu(63, 127, form, 30.0)
+
+
+def activation(N: int, F_: int, kind: str, scale: float = 1.0, *, bias: bool = True,
+               how: str = "") -> OpCase:  # fmt: skip
+    """kind: "relu2" or "swiglu"; F_ outputs; how: "fp32 bias"."""
+    width = 2 * F_ if kind == "swiglu" else F_
+    shape = (
+        f"N={N} F={F_}" + (f" std {scale:g}" if scale != 1 else "") + ("" if bias else " no bias")
+    )
+
+    def make(draw: Draw) -> Inputs:
+        inputs = {"x": draw(N, width) * scale}
+        if bias:
+            inputs["bias"] = draw(width).float() if how else draw(width)
+        return inputs
+
+    def eager(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        u = x if bias is None else (x + bias).to(x.dtype)
+        if kind == "relu2":
+            return F.relu(u).square()
+        gate, up = u.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def by(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda x, bias=None: op(x, bias, kind)
+
+    calls = by(kernels.activation), by(reference.activation_ref), eager
+    moved = float(N * F_), float(N * width)  # y; x
+    elements = sum(moved), moved[0] + 2 * moved[1]
+    name = f"{shape} {how}".strip()
+    return OpCase(kind, name, make, *calls, in_fp64=True, elements=elements)
+
+
+@makes("relu2", "swiglu")
+def activations(rows: int, size: int, device: str) -> Iterator[OpCase]:
+    """Those without GELU; size is that of x."""
+    for kind, width in (("relu2", size), ("swiglu", size // 2)):
+        yield activation(rows, width, kind)
+        yield activation(rows, width, kind, bias=False)
+        yield activation(63, 127, kind, 30.0)
 
 
 def mlp(N: int, C: int, *, last_bias: bool = True) -> OpCase:
@@ -1205,7 +1245,7 @@ def cases_of_many_rows(op: str, size: int, device: str) -> list[OpCase]:
     known = {case.shape for case in cases_of(op, FEW_ROWS, size, device)}
     known.add("N=5 C=16384")  # rows that norms read twice: different kernels than this size's
     rows, how = _MANY_ROWS.get(op, ((208, 1024) if size else (4096,), {}))
-    if op == "bias_gelu" or op.endswith("_norm"):
+    if op in ("bias_gelu", "relu2", "swiglu") or op.endswith("_norm"):
         rows = 208, max(1024, MANY_ELEMENTS // size // 16 * 16)
     found = [case for n in rows for case in cases_of(op, n, size, device, **how)]
     return list({case.shape: case for case in found if case.shape not in known}.values())

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.gelu.triton import block_columns
+from fastpar.kernels.activation.triton import block_columns
 from fastpar.kernels.philox_triton import keep_tile
 from fastpar.kernels.triton_launch import cdiv, device_key, launch, meta, sm_count
 

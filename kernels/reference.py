@@ -25,6 +25,17 @@ def bias_gelu_ref(x: Tensor, bias: Tensor | None = None, *, approximate: str = "
     return 0.5 * u * (1 + torch.erf(u / math.sqrt(2)))
 
 
+def activation_ref(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    """gelu, gelu_erf, relu2 or swiglu of x + bias, written out."""
+    if kind in ("gelu", "gelu_erf"):
+        return bias_gelu_ref(x, bias, approximate="tanh" if kind == "gelu" else "none")
+    u = x if bias is None else x + bias
+    if kind == "relu2":
+        return u.clamp(min=0) ** 2
+    gate, up = u.chunk(2, -1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
 def gelu_mlp_ref(
     x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor | None = None
 ) -> Tensor:

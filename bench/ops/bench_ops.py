@@ -127,6 +127,15 @@ def gelu(bench: Bench) -> Iterator[Case]:
         yield at_rows(bench, make, rows, 512, name=name, compiled=compiled)
 
 
+def activation(bench: Bench) -> Iterator[Case]:
+    """At the shapes of NanoChat (relu2) and Llama (swiglu)."""
+    rows = of_device(bench, 16384, 2048, 64)
+    relu2, swiglu = of_device(bench, (3072, 8192), (1536, 1024), (384, 384))
+    for kind, width in (("relu2", relu2), ("swiglu", swiglu)):
+        make = functools.partial(cases.activation, F_=width, kind=kind, bias=False)
+        yield at_rows(bench, make, rows, 512, name=f"{kind} N={rows} F={width}")
+
+
 def orthogonalize(bench: Bench) -> Iterator[Case]:
     on_cpu, theirs = [(768, 768), (768, 3072)], "torch.optim.Muon"
     wide = dtype_of(bench) == WIDE
@@ -534,6 +543,7 @@ def dequantize_case(n: int, form: str, device: str) -> Case:
 
 
 BENCHES: dict[str, tuple[Callable[[Bench], Iterator[Case]], int, int]] = {  # seconds: CPU, GPU
+    "activation": (activation, 400, 300),
     "attention": (attention, 600, 160),
     "bucket": (bucket, 200, 40),
     "cross_entropy": (cross_entropy, 300, 80),

@@ -92,7 +92,7 @@ def entries(arch: int) -> list[Entry]:
     for gain, op, size, table in (
         (3.0, "attention_masked", 64, "attention_bits"),
         (0.5, "attention", 64, "attention_sections"),
-        (0.3, "bias_gelu", 4 * gpt2.n_embd, "gelu_configs"),
+        (0.3, "bias_gelu", 4 * gpt2.n_embd, "activation_configs"),
         (0.4, "residual_layer_norm", gpt2.n_embd, "layer_norm_configs"),
         (0.4, "cross_entropy", gpt2.padded_vocab_size, "cross_entropy_configs"),
     ):

@@ -192,7 +192,7 @@ MUCH_SLOWER = 8.0  # than fastpar's kernel: two calls are enough
 MOST_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # of a timed tensor: 32 MB, 512 MB in fp32
 FUSED_BY_COMPILE = frozenset({  # by torch.compile, from PyTorch's functions
     "layer_norm", "rms_norm", "residual_layer_norm", "residual_rms_norm", "bias_gelu",
-    "cross_entropy",
+    "relu2", "swiglu", "cross_entropy",
 })  # fmt: skip
 DEFAULT_ROWS = {"cpu": 512, "cuda": 1 << 15}  # on a GPU 32 samples of 1024 tokens
 NO_TIME = (0.0, 0.0)

@@ -25,11 +25,12 @@ from fastpar.doctor import doctor, report, sources, trial
 from fastpar.doctor import table as table_module
 from fastpar.doctor.report import DoctorCommand
 from fastpar.doctor.table import ProofTable
-from fastpar.kernels import backend, bias_gelu, choice, gelu
+from fastpar.kernels import backend, bias_gelu, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
 from fastpar.settings.model import GPTConfig
 
 GELU = Case("cpu", "bias_gelu", torch.float32, 96)
+activations = sys.modules["fastpar.kernels.activation"]  # the package's name is the function
 
 
 def table_with(proofs):
@@ -51,8 +52,8 @@ def refuse(*args):
 
 
 def break_gelu(monkeypatch, fault):
-    own = gelu._bias_gelu
-    monkeypatch.setattr(gelu, "_bias_gelu", lambda *args: fault(own(*args)))
+    own = activations._activation
+    monkeypatch.setattr(activations, "_activation", lambda *args: fault(own(*args)))
 
 
 def run_doctor(**options):
@@ -128,7 +129,7 @@ def test_a_slow_kernel_is_not_chosen_but_may_be_forced(quick, monkeypatch):
     assert run_doctor()[0] == 0
     assert choice.proofs[GELU][:2] == (STOCK, "")
     x, used = torch.randn(5, 96), []
-    monkeypatch.setattr(gelu, "_bias_gelu", lambda x, *args: used.append(1) or x)
+    monkeypatch.setattr(activations, "_activation", lambda x, *args: used.append(1) or x)
     bias_gelu(x)
     assert not used
     monkeypatch.setattr(backend, "choice", "cpp")
@@ -730,7 +731,7 @@ def test_one_rank_of_a_host_compiles_and_the_others_wait(monkeypatch, capsys):
     def compile_all(cases, gpu):
         time.sleep(0.1)
         compiled.append(gpu)
-        return ["_gelu_fwd_kernel: no registers"]
+        return ["_activation_fwd_kernel: no registers"]
 
     monkeypatch.setattr(doctor, "warm", compile_all)
 
@@ -739,7 +740,7 @@ def test_one_rank_of_a_host_compiles_and_the_others_wait(monkeypatch, capsys):
         return list(compiled)
 
     assert together(rank, range(3)) == [[(90, 132)]] * 3
-    assert capsys.readouterr().err.count("could not compile before the trial: _gelu_fwd") == 1
+    assert capsys.readouterr().err.count("could not compile before the trial: _activation_fwd") == 1
 
 
 # The file: damage, other versions, strangers, several hosts

@@ -215,8 +215,8 @@ EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 OPS = ("attention", "layer_norm", "rms_norm", "residual_layer_norm", "residual_rms_norm",
-       "bias_gelu", "gelu_mlp", "embedding", "linear", "cross_entropy", "linear_cross_entropy",
-       "adamw_step_", "permute", "combine", "grouped_linear")  # fmt: skip
+       "bias_gelu", "relu2", "swiglu", "gelu_mlp", "embedding", "linear", "cross_entropy",
+       "linear_cross_entropy", "adamw_step_", "permute", "combine", "grouped_linear")  # fmt: skip
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -56,6 +56,8 @@ def cases(
         ("residual_rms_norm", kernels.residual_rms_norm, {}, x, x + 1, vector),
         ("bias_gelu", kernels.bias_gelu, {}, x, vector),
         ("bias_gelu, erf", kernels.bias_gelu, {"approximate": "none"}, x, vector),
+        ("relu2", functools.partial(kernels.activation, kind="relu2"), {}, x, vector),
+        ("swiglu", functools.partial(kernels.activation, kind="swiglu"), {}, x, vector),
         ("dropout", kernels.dropout, {"p": 0.25, "rng": RNG}, x),
         ("linear", kernels.linear, {}, x, matrix, new(V)),
         ("attention", kernels.attention, {}, heads, heads + 1, heads + 2),
@@ -269,7 +271,7 @@ def relaid(t: Tensor, rows: bool) -> list[Tensor]:
 
 
 WITH_TRITON = (
-    *("layer_norm", "rms_norm", "residual", "bias_gelu", "dropout"),
+    *("layer_norm", "rms_norm", "residual", "bias_gelu", "relu2", "swiglu", "dropout"),
     *("attention", "cross_entropy", "embedding"),
 )
 

@@ -35,6 +35,15 @@ def gelus(rows: int, size: int, device: str) -> Iterator[OpCase]:
         yield cases.gelu(min(rows, 300), 17, form, 3.0)
 
 
+def activations(rows: int, size: int, device: str) -> Iterator[OpCase]:
+    for kind in ("relu2", "swiglu"):
+        yield cases.activation(min(rows, 7), 1000, kind, bias=False)
+        yield cases.activation(1, 1, kind)
+        yield cases.activation(0, size, kind)
+        yield cases.activation(min(rows, 33), 65, kind, how="fp32 bias")
+        yield cases.activation(min(rows, 300), 17, kind, 3.0)
+
+
 def losses(rows: int, size: int, device: str) -> Iterator[OpCase]:
     N = min(rows, 23)
     for how, settings in FEW_LOSSES.items():
@@ -116,6 +125,7 @@ def linears(rows: int, size: int, device: str) -> Iterator[OpCase]:
 MORE = {  # maker of kernels/cases.py -> more of its kind
     cases.norms: norms,
     cases.gelus: gelus,
+    cases.activations: activations,
     cases.mlps: lambda N, C, device: [cases.mlp(N, C, last_bias=False)],
     cases.losses: losses,
     cases.shards_of_losses: shards_of_losses,

@@ -228,8 +228,12 @@ void run_rows(int64_t n, int64_t c, int64_t offset, int threads) {
     const int64_t element = bytes_of(dtype);
     Memory x(n * c, element, offset), y(n * c, element, offset), dx(n * c, element, offset);
     Memory bias(c, 4, 1), dbias(c, 4, 1), weight(c, 4), dweight(c, 4), mean(n, 4), rstd(n, 4);
-    bias_gelu_fwd(x.at(), bias.floats(), y.at(), dtype, n, c, threads);
-    bias_gelu_bwd(y.at(), x.at(), bias.floats(), dx.at(), dbias.floats(), dtype, n, c, threads);
+    for (Activation kind : {Activation::gelu, Activation::relu2, Activation::swiglu}) {
+      if (kind == Activation::swiglu && c % 2) continue;
+      activation_fwd(x.at(), bias.floats(), y.at(), kind, dtype, n, c, threads);
+      activation_bwd(y.at(), x.at(), bias.floats(), dx.at(), dbias.floats(), kind, dtype, n, c,
+                     threads);
+    }
     const MaskBlock mask = {1, 0, 2, 26, 1, 1, n, c, 0, 0};
     dropout(x.at(), y.at(), dtype, mask, threads);
     layer_norm_fwd(x.at(), nullptr, nullptr, weight.floats(), bias.floats(), nullptr, y.at(),

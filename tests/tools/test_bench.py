@@ -184,7 +184,7 @@ def test_a_quick_run_has_rows_that_no_gate_refuses(name, tmp_path, monkeypatch):
 
 def test_bad_arguments_are_refused_in_one_line(capsys):
     rows = [
-        ("nope", "bench: expected one of adamw, "),
+        ("nope", "bench: expected one of activation, adamw, "),
         ("gelu --quick --commit-results", "bench: expected full shapes and no --out"),
         ("tune everything", "tune: expected a part of a place's name, got names=everything"),
         ("tune --minutes 0", "tune: expected minutes > 0, got minutes=0"),

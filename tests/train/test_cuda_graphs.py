@@ -13,7 +13,7 @@ from train_runs import TINY, Runs, curve
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.kernels import adamw, make_key
-from fastpar.kernels.gelu import triton as gelu_triton
+from fastpar.kernels.activation import triton as activation_triton
 from fastpar.optim import adamw as optim
 from fastpar.optim import base
 from fastpar.testing import run_ranks
@@ -398,8 +398,8 @@ def test_a_whole_step_can_be_captured(monkeypatch, dtype, scale, options):
 @pytest.mark.parametrize(
     ("owner", "place"),
     [
-        (gelu_triton, "bias_gelu_fwd"),
-        (gelu_triton, "bias_gelu_bwd"),
+        (activation_triton, "activation_fwd"),
+        (activation_triton, "activation_bwd"),
         (base, "global_norm"),
         (optim, "adamw_step_"),
         (optim, "_count"),

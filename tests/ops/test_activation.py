@@ -1,4 +1,4 @@
-"""bias_gelu beyond the cases of kernels/cases.py: far-out values, tails, sums, configurations."""
+"""Activations beyond the cases of kernels/cases.py: far-out values, tails, sums, configurations."""
 
 import functools
 
@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F
 from cells import sweep
 
-from fastpar.kernels import backend, bias_gelu
-from fastpar.kernels.gelu import TABLE
+from fastpar.kernels import activation, backend, bias_gelu
+from fastpar.kernels.activation import TABLE
 from fastpar.kernels.reference import bias_gelu_ref
 from fastpar.testing import assert_matches_oracle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def gradients(x, bias, dy):
+def gradients(x, bias, dy, kind="gelu"):
     leaves = [t.detach().requires_grad_() for t in (x, bias)]
-    y = bias_gelu(*leaves)
+    y = activation(*leaves, kind)
     return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
 
@@ -47,6 +47,27 @@ def test_far_out_values(dtype, approximate, place):
         torch.testing.assert_close(got.cpu(), exact, rtol=0, atol=1e-30, equal_nan=True)
 
 
+@sweep("dtype", DTYPES)
+def test_far_out_values_of_relu2_and_swiglu(dtype, place):
+    nan, inf = torch.nan, torch.inf
+    x = [-1e4, -inf, 0.0, -0.0, 3.0, inf, nan]
+    x = torch.tensor(x, dtype=dtype, device=place, requires_grad=True)
+    activation(x, None, "relu2").sum().backward()
+    assert_values(activation(x, None, "relu2"), [0, 0, 0, 0, 9, inf, nan])
+    assert_values(x.grad, [0, 0, 0, 0, 6, inf, nan])
+    gate, up = [-1e4, 1e4, -200.0, 0.0, nan, 2e4], [2.0, 2.0, 3.0, 5.0, 1.0, 0.5]
+    x = torch.tensor([*gate, *up], dtype=dtype, device=place, requires_grad=True)
+    y = activation(x, None, "swiglu")
+    y.sum().backward()
+    assert_values(y, [0, 2e4, 0, 0, nan, 1e4])
+    assert_values(x.grad, [0, 2, 0, 2.5, nan, 0.5, 0, 1e4, 0, 0, nan, 2e4])
+
+
+def assert_values(got, exact):
+    exact = torch.tensor(exact).to(got.dtype)
+    torch.testing.assert_close(got.detach().cpu(), exact, rtol=0, atol=1e-30, equal_nan=True)
+
+
 def test_tails_are_as_accurate_as_torch(place):
     """Where y is small, the error of y itself: absolute errors of large elements hide it."""
     for low, high in ((-9.0, -3.0), (-3.0, -0.5), (-0.5, 0.5)):
@@ -68,23 +89,27 @@ def test_dbias_of_16_bits_is_summed_in_float32_and_then_rounded(place):
     assert ((dbias - want).abs() <= 1000 * torch.finfo(torch.float32).eps / 2 * want).all()
 
 
-def test_every_configuration_and_number_of_programs_has_the_same_answer(triton_device, monkeypatch):
+@sweep("kind", ["gelu", "swiglu"])
+def test_every_configuration_and_number_of_programs_has_the_same_answer(
+    kind, triton_device, monkeypatch
+):
     """For more programs than tiles, fewer, and one; each architecture's table, each candidate."""
-    from fastpar.kernels.gelu import triton as kernels
+    from fastpar.kernels.activation import triton as kernels
 
     x, dy = torch.randn(2, 150, 20).to(triton_device) * 3
-    bias = torch.randn(20).to(triton_device)
-    want = gradients(x, bias, dy)
+    x = torch.cat([x, dy], -1) if kind == "swiglu" else x
+    bias = torch.randn(x.shape[-1]).to(triton_device)
+    want = gradients(x, bias, dy, kind)
     changes = [("sm_count", n) for n in (1, 2, 7, 200)] + [("gpu_arch", n) for n in TABLE.archs]
     for name, value in changes:
         monkeypatch.setattr(kernels, name, lambda device, value=value: value)
-        y, dx, dbias = gradients(x, bias, dy)
+        y, dx, dbias = gradients(x, bias, dy, kind)
         assert torch.equal(y, want[0])
         assert torch.equal(dx, want[1])
         torch.testing.assert_close(dbias, want[2])
     for config in TABLE.candidates(90):
         with TABLE.trying((), config):
-            assert torch.equal(bias_gelu(x, bias), want[0])
+            assert torch.equal(activation(x, bias, kind), want[0])
 
 
 X = torch.ones(2, 3)
@@ -98,8 +123,21 @@ X = torch.ones(2, 3)
         ((X, X[0].half()), {}, "expected bias of x's dtype torch.float32 or float32, got bias"),
         ((X, X[0].to("meta")), {}, "expected bias on x's device cpu, got bias on meta"),
         ((X.long(),), {}, "expected a floating dtype, got x=torch.int64"),
+        ((X, None), {"kind": "silu"}, "expected one of gelu, gelu_erf, relu2, swiglu, got kind=si"),
+        (
+            (X, None),
+            {"kind": "swiglu"},
+            r"expected x of shape \[..., 2 \* F\] with swiglu, got x=\[2, 3\]",
+        ),
+        (
+            (X[0, 0], None),
+            {"kind": "swiglu"},
+            r"expected x of shape \[..., 2 \* F\] with swiglu, got x=\[\]",
+        ),
+        ((X, X[:, 0]), {"kind": "relu2"}, r"expected bias of shape \[C\]=\[3\], got bias=\[2\]"),
     ],
 )
 def test_what_is_refused(args, options, words):
-    with pytest.raises(ValueError, match=words):
-        bias_gelu(*args, **options)
+    op = activation if "kind" in options else bias_gelu
+    with pytest.raises(ValueError, match=f"{op.__name__}: {words}"):
+        op(*args, **options)

@@ -1,0 +1,225 @@
+"""The activations of MLPs, with the bias of the linear before.
+
+u = x + bias, then
+    gelu       y = 0.5 * u * (1 + tanh(k * (u + 0.044715 * u^3))),  k = sqrt(2 / pi)
+    gelu_erf   y = 0.5 * u * (1 + erf(u / sqrt(2)))
+    relu2      y = max(u, 0)^2
+    swiglu     y = gate * sigmoid(gate) * up,  u = [gate, up]
+    backward   dx = dy * y'(u),  dbias = sum of dx over the rows
+
+All but the compiled erf form (on CPU it is torch's) are one pass each way, in C++ and in Triton.
+The tanh form is evaluated as u * sigmoid(2k(u + 0.044715u^3)), the same function with one exp and
+one division. Saved for backward: x and bias, the inputs, so that nothing extra is kept; u and the
+sigmoid are recomputed. dbias sums fixed blocks of rows, the blocks in order, so its bits depend
+neither on threads nor on the run. Tile sizes of the Triton kernels per GPU: activation_configs.json
+is arch -> Config; see config_table.py.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastpar.kernels.backend import triton_module, use_cpp, use_triton
+from fastpar.kernels.config_table import ConfigTable
+from fastpar.kernels.linear import linear
+from fastpar.kernels.op import check_float, check_vector, define_autograd, define_kernels, define_op
+
+
+class Config(NamedTuple):
+    """Tile and occupancy of one architecture. Bandwidth times latency, by the data sheets: an H200
+    needs about 25 KB in flight per multiprocessor, an A100 12 KB. A program of backward loads 8 KB
+    at a time with 2048 elements; its 80 to 96 registers per thread let five be resident."""
+
+    tile: int  # elements a program has in flight
+    num_warps: int
+    programs_per_sm: int  # of backward, all resident at once
+
+
+def candidates(arch: int) -> list[Config]:
+    """Configs worth timing: 8 to 32 elements per thread."""
+    found = itertools.starmap(Config, itertools.product((1024, 2048, 4096), (4, 8), (3, 4, 5, 6)))
+    return [config for config in found if 8 <= config.tile // (32 * config.num_warps) <= 32]
+
+
+TABLE = ConfigTable("activation_configs", Config, candidates)
+
+KINDS = ("gelu", "gelu_erf", "relu2", "swiglu")  # the op takes their numbers
+GELU, GELU_ERF, RELU2, SWIGLU = range(4)
+_FORMS = ("tanh", "none")  # of GELU, torch's names
+
+
+def _pre_activation(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else (x + bias).to(x.dtype)
+
+
+def _check(x: Tensor, bias: Tensor | None, kind: int) -> None:
+    """csrc/torch/activation.cpp is_usual() allows the same."""
+    name = "bias_gelu" if kind < RELU2 else "activation"
+    check_float(name, "x", x)
+    if kind == SWIGLU and (not x.dim() or x.shape[-1] % 2):
+        raise ValueError(
+            f"activation: expected x of shape [..., 2 * F] with swiglu, got x={list(x.shape)}; "
+            "gate and up are its halves"
+        )
+    if bias is not None:
+        check_vector(name, "bias", bias, x)
+
+
+def _run(x, bias, kind):
+    """Triton's kernel; kernels/op.py define_kernels says for which calls."""
+    _check(x, bias, kind)
+    return triton_module("activation.triton").activation_fwd(x, bias, kind)
+
+
+def _fake(x, bias, kind):
+    _check(x, bias, kind)
+    if kind == SWIGLU:
+        return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _bwd_fake(dy, x, bias, kind):
+    like = x.new_empty(0, dtype=torch.float32) if bias is None else bias
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, like))
+
+
+_activation = define_kernels("activation", _run, _fake)
+define_kernels(
+    "activation_bwd",
+    lambda *args: triton_module("activation.triton").activation_bwd(*args),
+    _bwd_fake,
+)
+
+
+# Composed of torch's ops.
+
+
+def composed_fwd(x: Tensor, bias: Tensor | None, kind: int) -> Tensor:
+    """y, contiguous."""
+    u = _pre_activation(x, bias).contiguous()
+    if kind < RELU2:
+        return F.gelu(u, approximate=_FORMS[kind])
+    if kind == RELU2:
+        return F.relu(u).square()
+    gate, up = u.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def composed_bwd(dy: Tensor, x: Tensor, bias: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
+    """dx and dbias ([0] fp32 without a bias), contiguous."""
+    dy, u = dy.contiguous(), _pre_activation(x, bias).contiguous()
+    if kind < RELU2:
+        dx = torch.ops.aten.gelu_backward(dy, u, approximate=_FORMS[kind])
+    elif kind == RELU2:
+        dx = dy * (2 * F.relu(u))
+    else:
+        gate, up = u.chunk(2, -1)
+        dx = torch.cat([torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)], -1)
+    if bias is None:
+        return dx, x.new_empty(0, dtype=torch.float32)
+    rows = dx.reshape(-1, dx.shape[-1]) if dx.numel() else dx.new_zeros(1, dx.shape[-1])
+    wide = torch.promote_types(dx.dtype, torch.float32)  # 16-bit sums are kept in fp32
+    return dx, rows.sum(0, dtype=wide).to(bias.dtype)
+
+
+_composed = define_op(
+    "activation_composed(Tensor x, Tensor? bias, int kind) -> Tensor", composed_fwd, _fake
+)
+_composed_bwd = define_op(
+    "activation_composed_bwd(Tensor dy, Tensor x, Tensor? bias, int kind) -> (Tensor, Tensor)",
+    composed_bwd,
+    _bwd_fake,
+)
+
+
+def _setup_context(ctx, inputs, output):
+    x, bias, ctx.kind = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _backward(ctx, dy):
+    x, bias = ctx.saved_tensors
+    dx, dbias = _composed_bwd.after(dy)(dy, x, bias, ctx.kind)
+    return dx, None if bias is None else dbias, None
+
+
+define_autograd(_composed, _setup_context, _backward, once="activation")
+
+
+def activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    """The activation of x + bias in one pass.
+
+    Args:
+        x: [..., F], with swiglu [..., 2 * F]: the gates, then what they multiply. bf16 | fp16 |
+            fp32; fp64 by torch.
+        bias: of x's last dimension, dtype of x or fp32, on x's device, or None.
+        kind: "gelu" (tanh form), "gelu_erf", "relu2" or "swiglu"; formulas at the top of the file.
+    Returns:
+        y: [..., F], dtype of x. x and bias are kept for backward.
+    Raises:
+        ValueError: another kind; an odd last dimension with swiglu; bias of another shape, dtype or
+            device; x has no floating dtype.
+        RuntimeError: a second derivative is requested.
+    Traffic: 2 * x.numel() * x.element_size() bytes forward, 3 * ... backward; swiglu 1.5, 2.5.
+    Deterministic: yes, bitwise, forward and backward, for any number of threads.
+    Oracle: fastpar.kernels.reference.activation_ref
+    Source: So et al. 2021, arXiv 2109.08668 (relu2); Shazeer 2020, arXiv 2002.05202 (swiglu)
+    """
+    if kind not in KINDS:
+        raise ValueError(
+            f"activation: expected one of {', '.join(KINDS)}, got kind={kind}; choose one"
+        )
+    number = KINDS.index(kind)
+    op = "bias_gelu" if number < RELU2 else kind
+    if (use_cpp(op, x) and number != GELU_ERF) or use_triton(op, x):
+        return _activation(x, bias, number)
+    _check(x, bias, number)
+    return _composed(x, bias, number)
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
+    """GELU of x + bias in one pass: y = gelu(x + bias).
+
+    Args:
+        x: [..., C], bf16 | fp16 | fp32; fp64 by torch, which rounds the last numel % 16 elements
+            differently.
+        bias: [C], dtype of x or fp32, on x's device, or None.
+        approximate: "tanh" (GPT-2's) or "none" (the erf form).
+    Returns:
+        y: shape and dtype of x. x and bias are kept for backward.
+    Raises:
+        ValueError: bias is not [C], of another dtype or on another device; x has no floating
+            dtype; approximate is neither form.
+        RuntimeError: a second derivative is requested.
+    Traffic: 2 * x.numel() * x.element_size() bytes forward, 3 * ... backward.
+    Deterministic: yes, bitwise, forward and backward, for any number of threads.
+    Oracle: fastpar.kernels.reference.bias_gelu_ref
+    Source: Hendrycks, Gimpel 2016, arXiv 1606.08415
+    """
+    if approximate not in ("tanh", "none"):
+        raise ValueError(
+            f"bias_gelu: expected tanh or none, got approximate={approximate}; "
+            "GPT-2 uses tanh, torch's default is none"
+        )
+    return activation(x, bias, "gelu" if approximate == "tanh" else "gelu_erf")
+
+
+def gelu_mlp(
+    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """gelu(x @ weight1.T + bias1) @ weight2.T + bias2 by linear, bias_gelu (tanh form) and linear.
+
+    Args:
+        x: [..., C]; weight1: [F, C]; bias1: [F] or None.
+        weight2: [G, F]; bias2: [G] or None.
+    Returns:
+        y: [..., G]. x, the weights and two tensors [..., F] are kept for backward.
+    Raises:
+        ValueError, RuntimeError: as these ops.
+    Deterministic: yes, bitwise.
+    Oracle: fastpar.kernels.reference.gelu_mlp_ref
+    """
+    return linear(bias_gelu(linear(x, weight1), bias1), weight2, bias2)
