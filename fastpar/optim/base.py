@@ -250,7 +250,7 @@ class Rows:
 
     def __init__(self, columns: Sequence[Sequence[Any]]) -> None:
         self._columns = columns
-        self.params, self.pieces, self.grads, self.groups, *_ = columns
+        self.params, self.pieces, self.grads, self.groups, self.positions, *_ = columns
 
     @classmethod
     def of(cls, rows: Rows | Iterable[Row]) -> Rows:
