@@ -289,7 +289,7 @@ class AdamW(EngineOptimizer):
             values = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
             if any(isinstance(value, Tensor) for value in values):
                 return False
-            hypers.append(Hyper(*values, 1.0))
+            hypers.append(Hyper._make((*values, 1.0)))
         try:
             lists = [[s[n] for s in plan.states] if n else [] for n in plan.names]
             steps = [s["step"] for s in plan.states]
