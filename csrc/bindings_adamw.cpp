@@ -46,7 +46,8 @@ struct Columns {
   // Whether all counters can be counted.
   bool counts() const {
     return !counters || std::all_of(counters, counters + n, [](const Listed& x) {
-      const bool number = x.type == static_cast<int>(Type::f32) || x.type == static_cast<int>(Type::f64);
+      const bool number =
+          x.type == static_cast<int>(Type::f32) || x.type == static_cast<int>(Type::f64);
       return x.in_memory && x.device == 0 && x.numel == 1 && number;
     });
   }
@@ -100,9 +101,7 @@ std::optional<AdamwModes> modes_of(const Columns& columns, bool stochastic) {
   }
   const bool codes = moment == Type::u8;
   if (!codes && moment != Type::f32 && moment != Type::bf16) return {};
-  modes.moment = codes                 ? Moment::uint8
-                 : moment == Type::f32 ? Moment::float32
-                                       : Moment::bfloat16;
+  modes.moment = codes ? Moment::uint8 : moment == Type::f32 ? Moment::float32 : Moment::bfloat16;
   if (columns.of[kMax] && (codes || columns.type(kMax) != moment)) return {};
   for (int c = kScale; c <= kScaleSq; ++c) {
     if (codes ? columns.type(c) != Type::f32 : columns.of[c] != nullptr) return {};
@@ -165,8 +164,8 @@ AdamwCall adamw_call(const Columns& columns, const AdamwModes& modes, const Part
                     (parts.hyper.empty() || parts.hyper.size() == count) &&
                     (parts.first_index.empty() || parts.first_index.size() == count),
                 "adamw_step: expected 6 numbers per hyper, a slot per tensor and an entry per part"
-                ", got ", hypers.numbers.size(), " numbers and ", count,
-                " parts; use kernels/adamw.py");
+                ", got ",
+                hypers.numbers.size(), " numbers and ", count, " parts; use kernels/adamw.py");
   for (size_t h = 0; h < hypers.numbers.size(); h += 6) {
     const double* x = &hypers.numbers[h];
     const float* p[6] = {};
@@ -252,12 +251,14 @@ int64_t run_cuda(const AdamwCall& call, const AdamwModes& modes, Address stream)
 // The number of launches; None, and no step was made, for lists that kernels/adamw.py has to look
 // at.
 template <auto Run, class Where>
-std::optional<int64_t> step(const Rows& rows, int given, bool counted, const std::vector<int64_t>& hyper_index,
-          const std::vector<int64_t>& first_indices, const std::vector<int64_t>& cuts,
-          const std::vector<double>& hypers, const std::vector<Memory>& hyper_tensors,
-          const std::vector<int64_t>& hyper_slots, bool maximize, bool zero_grad,
-          const Memory& grad_scale, const Memory& found_inf, std::optional<uint64_t> seed,
-          Where where) {
+std::optional<int64_t> step(const Rows& rows, int given, bool counted,
+                            const std::vector<int64_t>& hyper_index,
+                            const std::vector<int64_t>& first_indices,
+                            const std::vector<int64_t>& cuts, const std::vector<double>& hypers,
+                            const std::vector<Memory>& hyper_tensors,
+                            const std::vector<int64_t>& hyper_slots, bool maximize, bool zero_grad,
+                            const Memory& grad_scale, const Memory& found_inf,
+                            std::optional<uint64_t> seed, Where where) {
   const Columns columns(rows, given, counted);
   auto modes = modes_of(columns, seed.has_value());
   const bool on_host = columns.n == 0 || columns.of[kParam]->device == 0;

@@ -36,8 +36,7 @@ void bind_global_norm(py::module_& m) {
   m.def("are_usual", [](const Rows& tensors) { return tensors.are_usual(); });
   m.def(
       "norm_bins",
-      [](const Rows& tensors, const std::vector<bool>& counted, const Memory& words,
-         int threads) {
+      [](const Rows& tensors, const std::vector<bool>& counted, const Memory& words, int threads) {
         const auto ranges = norm_ranges(tensors, counted);
         norm_bins(ranges.data(), static_cast<int64_t>(ranges.size()), words_of(words), threads);
       },

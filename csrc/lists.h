@@ -12,9 +12,9 @@ constexpr int kTypes = static_cast<int>(Type::other);
 
 struct Listed {
   std::uintptr_t address;
-  int64_t numel, type;     // a Type
-  int64_t device;          // 0: the CPU; others have one number each
-  int64_t in_memory;       // its values are those at its address
+  int64_t numel, type;  // a Type
+  int64_t device;       // 0: the CPU; others have one number each
+  int64_t in_memory;    // its values are those at its address
   int64_t contiguous;
   int64_t dense;           // its elements fill one block of memory, in any order
   int64_t shape, strides;  // hashes

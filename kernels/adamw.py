@@ -592,8 +592,8 @@ def adamw_step_(
         numbers = flatten_hypers(hypers, params[0].device)
         server = _server(params[0], numbers[1])
         if server is not None and _step_compiled(
-            server, columns, [], *scalars, indices, firsts, [], *numbers, maximize, zero_grad,
-            seed if stochastic else None, threads,
+            server, columns, [], grad_scale, found_inf, indices, firsts, [], *numbers, maximize,
+            zero_grad, seed if stochastic else None, threads,
         ):  # fmt: skip
             return
     full = [column or [None] * n for column in columns]
@@ -621,7 +621,7 @@ def adamw_step_(
 
 def step_counted(
     columns: list[list[Tensor]], counters: list[Tensor], hypers: Sequence[Hyper],
-    hyper_index: Sequence[int], first_indices: Sequence[int], grad_scale: Tensor | None,
+    hyper_index: list[int], first_indices: list[int], grad_scale: Tensor | None,
     found_inf: Tensor | None, maximize: bool, zero_grad: bool, seed: int | None,
 ) -> bool:  # fmt: skip
     """adamw_step_ of whole lists, [] for those that are not given, that reads its steps from the

@@ -2,6 +2,7 @@
 call (csrc/lists.h)."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from fastpar.kernels import _C
 from fastpar.kernels.op import goes_straight
 
-_rows = None if _C is None else torch.ops.fastpar._rows.default
+_rows: Any = None if _C is None else torch.ops.fastpar._rows.default
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 

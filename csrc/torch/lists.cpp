@@ -15,7 +15,7 @@ using at::Tensor;
 
 Type type_of(at::ScalarType type) {
   constexpr at::ScalarType kAll[kTypes] = {
-      at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kLong,        at::kInt,
+      at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kLong,          at::kInt,
       at::kShort, at::kChar,     at::kByte, at::kBool,   at::kFloat8_e4m3fn, at::kFloat8_e5m2};
   return static_cast<Type>(std::find(kAll, kAll + kTypes, type) - kAll);
 }

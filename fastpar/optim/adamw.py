@@ -57,15 +57,18 @@ _HOST = torch.device("cpu")
 
 
 class _Plan(NamedTuple):
-    """What a step may repeat while parameters, states and kinds of groups are the same objects."""
+    """What a step may repeat while parameters, states and groups are the same objects."""
 
     params: Sequence[Tensor]
-    pieces: Sequence[Tensor]
-    groups: Sequence[int]
-    kinds: list[tuple[bool, bool, bool]]
-    known: tuple[list[Any], list[Any]]  # keys and values of the optimizer's state
+    groups: list[int]
+    positions: list[int]
+    used: list[int]  # the groups, each once
+    hyper_index: list[int]  # each row's place in them
+    kinds: list[tuple[bool, bool, bool]]  # theirs
+    keys: list[Any]  # of the optimizer's state
+    values: list[Any]
     states: list[dict[str, Any]]  # of the rows
-    names: list[str | None]  # the entry of each of the kernel's lists
+    names: list[str | None]  # the entry in each of the kernel's lists
     firsts: list[int]
 
 
@@ -244,22 +247,25 @@ class AdamW(EngineOptimizer):
 
     def _planned(self, rows: Rows) -> _Plan | None:
         """What the next step may repeat, after one that has completed the states."""
-        options, dtype = self.param_groups[rows.groups[0]], rows.pieces[0].dtype
-        names = [None, None, *map(self.storage.moment_entry, moment_names(options["amsgrad"]))]
-        names += [None] * (not options["amsgrad"]) + [master_entry(dtype, self.master_weights)]
+        used = [*dict.fromkeys(rows.groups)]
+        groups, dtype = [self.param_groups[i] for i in used], rows.pieces[0].dtype
+        if any(g["capturable"] for g in groups) or any(p.dtype != dtype for p in rows.pieces):
+            return None  # counters on the device, masters of some
+        amsgrad = groups[0]["amsgrad"]
+        names = [None, None, *map(self.storage.moment_entry, moment_names(amsgrad))]
+        names += [None] * (not amsgrad) + [master_entry(dtype, self.master_weights)]
         scales = self.storage.moment_dtype == torch.uint8
         names += ["exp_avg_scale", "exp_avg_sq_scale"] if scales else [None, None]
         firsts = self._first_indices(rows) if self.storage.random else []
-        if any(p.dtype != dtype for p in rows.pieces):
-            return None  # no one list of masters
-        states = [self.state[p] for p in rows.params]
-        known = [*self.state], [*self.state.values()]
         return _Plan(
-            rows.params, rows.pieces, rows.groups, self._kinds(), known, states, names, firsts
-        )
+            rows.params, [*rows.groups], [*rows.positions], used,
+            [used.index(i) for i in rows.groups], self._kinds(used), [*self.state],
+            [*self.state.values()], [self.state[p] for p in rows.params], names, firsts,
+        )  # fmt: skip
 
-    def _kinds(self) -> list[tuple[bool, bool, bool]]:
-        return [(g["maximize"], g["amsgrad"], g["capturable"]) for g in self.param_groups]
+    def _kinds(self, used: list[int]) -> list[tuple[bool, bool, bool]]:
+        groups = [self.param_groups[i] for i in used]
+        return [(g["maximize"], g["amsgrad"], g["capturable"]) for g in groups]
 
     def _step_as_planned(self, rows: Rows, factor: Tensor | None, found: Tensor | None) -> bool:
         """Make a step like the last one: of the same parameters and states, with other gradients.
@@ -267,21 +273,23 @@ class AdamW(EngineOptimizer):
         plan = self._plan
         if (
             plan is None
-            or plan.kinds != self._kinds()
-            or not (found is None or found.is_cpu)
             or not _same(rows.params, plan.params)
-            or not _same(rows.pieces, plan.pieces)
-            or not _same([*self.state], plan.known[0])
-            or not _same([*self.state.values()], plan.known[1])
-            or any(capturable for _, _, capturable in plan.kinds)
+            or ([*rows.groups], [*rows.positions]) != (plan.groups, plan.positions)
+            or plan.kinds != self._kinds(plan.used)
+            or not (_same([*self.state], plan.keys) and _same([*self.state.values()], plan.values))
         ):
             return False
+        device = rows.pieces[0].device
+        on_other = [t.device != device for t in (factor, found) if t is not None]
+        if any(on_other) or (found is not None and device.type != "cpu"):
+            return False
         hypers: list[Hyper] = []
-        for group in self.param_groups:
+        for i in plan.used:
+            group = self.param_groups[i]
             values = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
-            if Tensor in map(type, values):
+            if any(isinstance(value, Tensor) for value in values):
                 return False
-            hypers.append(Hyper(*values, 1.0))
+            hypers.append(Hyper._make((*values, 1.0)))
         try:
             lists = [[s[n] for s in plan.states] if n else [] for n in plan.names]
             steps = [s["step"] for s in plan.states]
@@ -289,10 +297,8 @@ class AdamW(EngineOptimizer):
             return False
         lists[:2] = [*rows.pieces], [*rows.grads]
         seed = self.seed if self.storage.random else None
-        return step_counted(
-            lists, steps, hypers, plan.groups, plan.firsts, factor, found,
-            plan.kinds[0][0], self.zero_grad_in_step, seed,
-        )  # fmt: skip
+        how = factor, found, plan.kinds[0][0], self.zero_grad_in_step, seed
+        return step_counted(lists, steps, hypers, plan.hyper_index, plan.firsts, *how)
 
     def prepare(self, rows: list[Row], factor: Tensor | None) -> list[Callable[[], object]]:
         """The kernel calls of a step with the present options, for another thread.

@@ -250,7 +250,7 @@ class Rows:
 
     def __init__(self, columns: Sequence[Sequence[Any]]) -> None:
         self._columns = columns
-        self.params, self.pieces, self.grads, self.groups, *_ = columns
+        self.params, self.pieces, self.grads, self.groups, self.positions, *_ = columns
 
     @classmethod
     def of(cls, rows: Rows | Iterable[Row]) -> Rows:
@@ -427,8 +427,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             grads = [p.grad for p in params]
         else:
             of = {e: e.shards.pieces() for e in engines}
-            found = [(p, p.grad, 0) if e is None else of[e][p] for p, e in zip(params, owners)]
-            pieces, grads, starts = map(list, zip(*found))
+            each = [(p, p.grad, 0) if e is None else of[e][p] for p, e in zip(params, owners)]
+            pieces, grads, starts = map(list, zip(*each))
         rows = Rows((params, pieces, grads, groups, range(n), starts, owners))
         if any(map(operator.is_, grads, itertools.repeat(None))):
             rows = Rows.of(row for row in rows if row.grad is not None)

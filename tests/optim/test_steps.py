@@ -719,3 +719,91 @@ def test_the_loss_scale_grows_after_finite_steps_halves_on_overflow_and_has_limi
         words = r"expected a scale in \[1\.0, 16777216\.0\], got scale="
         with pytest.raises(ValueError, match=words):
             b.load_state_dict({"scale": value, "finite_steps": 0})
+
+
+def between_steps(optimizer, step):
+    """Changes that a step's plan has to notice, one before every other step."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    first, second, third = params[:3]
+    state, groups = optimizer.state, optimizer.param_groups
+    if step == 2:
+        groups[0]["lr"], groups[1]["betas"] = 0.05, (0.5, 0.9)
+    elif step == 4:
+        state[first]["exp_avg"] = state[first]["exp_avg"] * 2  # another tensor
+        state[second]["exp_avg_sq"].mul_(3)
+    elif step == 6:
+        state[first]["step"] = torch.tensor(40.0)
+        state[second]["step"] += 7
+    elif step == 8:
+        first.data = first.data.clone()
+    elif step == 10:
+        third.grad = None
+    elif step == 12:
+        state[first], state[second] = state[second], state[first]
+    elif step == 14:
+        groups[1]["params"].insert(0, groups[0]["params"].pop())
+    elif step == 16:
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(5, 3))], "lr": 0.3})
+    elif step == 18:
+        optimizer.load_state_dict(optimizer.state_dict())
+    elif step == 20:
+        del state[first]
+    elif step == 22:
+        optimizer.zero_grad_in_step = True
+    elif step == 24:
+        for group in groups:
+            group["amsgrad"] = True
+    elif step == 26:
+        for group in groups:
+            group["maximize"] = True
+    elif step == 28:
+        groups[0]["params"].pop(0)
+    elif step == 30:
+        groups[-1]["params"][-1] = torch.nn.Parameter(torch.ones(5, 3))
+    elif step == 32:
+        *_, last = state  # the state of another parameter now, which is in no group
+        state[torch.nn.Parameter(torch.ones(5, 3))] = state.pop(last)
+    elif step == 34:
+        second.data = second.data.t().contiguous().t()  # states keep the old strides: refused
+
+
+@pytest.mark.parametrize("options", [{}, {"moment_dtype": torch.uint8}, {"max_grad_norm": 0.5}])
+def test_a_step_by_plan_sees_what_has_changed(options, monkeypatch):
+    """The bits of an optimizer that plans every step anew."""
+    results, planned = [], []
+    repeat = fastpar.AdamW._step_as_planned
+    for plans in (False, True):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(5, 3)) for _ in range(4)]
+        groups = [{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.2}]
+        optimizer, found = fastpar.AdamW(groups, **options), []
+
+        def step(*args, plans=plans):
+            done = plans and repeat(*args)
+            if plans:
+                planned.append(done)
+            return done
+
+        monkeypatch.setattr(fastpar.AdamW, "_step_as_planned", step)
+        for i in range(35):
+            if "moment_dtype" in options and i in (4, 24):  # entries of other names, no amsgrad
+                continue
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                p.grad = torch.randn(5, 3)
+            between_steps(optimizer, i)
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                p.grad = torch.randn(5, 3) if i != 10 or p.grad is not None else None
+            if i == 34:
+                with pytest.raises(ValueError, match="states of the same strides"):
+                    optimizer.step()
+                continue
+            optimizer.step()
+            mine = [p for group in optimizer.param_groups for p in group["params"]]
+            grads = [p.grad.clone() for p in mine if p.grad is not None]
+            state = [x.clone() for s in optimizer.state.values() for x in s.values()]
+            found.append([*(p.detach().clone() for p in mine), *grads, *state])
+        results.append(found)
+    for i, (anew, by_plan) in enumerate(zip(*results, strict=True)):
+        assert all(map(torch.equal, anew, by_plan)), i
+        assert len(anew) == len(by_plan)
+    assert sum(planned) >= 16, planned
