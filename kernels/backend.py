@@ -134,6 +134,8 @@ if _C is not None:
 has_gemm: bool = _C is not None and _C.isa() == "avx512" and not _C.cpu_is_intel()
 # bf16's are oneDNN's; linear/__init__.py, [Note: bf16 on AMX], says where ours are faster.
 has_bf16_gemm: bool = _C is not None and _C.isa() == "amx"
+if _C is not None:
+    torch.ops.fastpar._set_gemm(has_gemm, has_bf16_gemm)
 has_fma: bool = _C is not None and _C.has_fma()
 
 

@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastpar.kernels import _C
+
 OWN, STOCK = "own", "torch"
 PROVER = "fastpar.doctor.doctor"  # its prove_first_use(case, tensor) and known_proof(case)
 # Ops over lists of tensors or flat memory, for which the last dimension is irrelevant.
@@ -81,18 +83,30 @@ def ignores_times() -> bool:
 
 def ignore_times_for(owner: object) -> None:
     """While owner lives, no timing decides in this process: a deterministic engine's."""
+    _be_strict()
+    weakref.finalize(owner, _end_strict).atexit = False
+
+
+def _be_strict() -> None:
     _strict.append(None)
-    weakref.finalize(owner, _strict.pop).atexit = False
+    if _C is not None:
+        torch.ops.fastpar._ignore_times(1)
+
+
+def _end_strict() -> None:
+    _strict.pop()
+    if _C is not None:
+        torch.ops.fastpar._ignore_times(-1)
 
 
 @contextmanager
 def ignoring_times() -> Iterator[None]:
     """No timing decides inside."""
-    _strict.append(None)
+    _be_strict()
     try:
         yield
     finally:
-        _strict.pop()
+        _end_strict()
 
 
 def case_of(op: str, x: Tensor) -> Case:

@@ -17,9 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import philox
-from fastpar.kernels.backend import FLOATS, triton_module, use_triton
-from fastpar.kernels.linear.weight_gradients import wide_room
-from fastpar.kernels.op import check_dense, define_autograd, define_op, refuse_batch, refuse_buffer
+from fastpar.kernels.backend import FLOATS, triton_module, use_cpp, use_triton
+from fastpar.kernels.linear.weight_gradients import WIDE, offers_place, wide_room
+from fastpar.kernels.op import (
+    check_dense,
+    define_autograd,
+    define_kernels,
+    define_op,
+    refuse_batch,
+    refuse_buffer,
+)
 from fastpar.kernels.philox import Rng
 
 
@@ -123,15 +130,15 @@ def embedding_bwd_(
     return _sum_by_position(dx, idx.shape[1], *places)
 
 
-_embedding = define_op(
-    "embedding(Tensor idx, Tensor wte, Tensor? wpe, SymInt first_position, Tensor? key, "
+_composed = define_op(
+    "embedding_composed(Tensor idx, Tensor wte, Tensor? wpe, SymInt first_position, Tensor? key, "
     "SymInt site, int threshold, Tensor? wte_grad) -> Tensor",
     embedding_fwd,
     lambda idx, wte, *_: wte.new_empty(*idx.shape, wte.shape[1]),
 )
-_embedding_bwd = define_op(
-    "embedding_bwd(Tensor dx, Tensor idx, Tensor? key, SymInt site, int threshold, SymInt rows, "
-    "SymInt positions, SymInt first_position) -> (Tensor, Tensor)",
+_composed_bwd = define_op(
+    "embedding_composed_bwd(Tensor dx, Tensor idx, Tensor? key, SymInt site, int threshold, "
+    "SymInt rows, SymInt positions, SymInt first_position) -> (Tensor, Tensor)",
     embedding_bwd,
     lambda dx, *args: tuple(dx.new_empty(n, dx.shape[-1]) for n in args[-3:-1]),
 )
@@ -164,12 +171,38 @@ def _backward(ctx, dx):
     if buffer is not None:
         dwpe = _embedding_bwd_(buffer, dx, idx, *mask, *places)
     else:
-        dwte, dwpe = _embedding_bwd(dx, idx, *mask, ctx.rows, *places)
+        dwte, dwpe = _composed_bwd(dx, idx, *mask, ctx.rows, *places)
         dwte = dwte if ctx.rows else None
     return None, dwte, dwpe if ctx.positions else None, *[None] * 5
 
 
-define_autograd(_embedding, _setup_context, _backward, once="embedding")
+define_autograd(_composed, _setup_context, _backward, once="embedding")
+
+
+# The op of csrc/torch, whose backward returns its gradients.
+
+
+def _run(idx, wte, wpe, first_position, key=None, site=0, threshold=0):
+    """On a GPU; kernels/op.py define_kernels says for which calls."""
+    _check(idx, wte, wpe, first_position, None)
+    return embedding_fwd(idx, wte, wpe, first_position, key, site, threshold)
+
+
+def _run_bwd(dx, idx, rows, positions, first_position, key=None, site=0, threshold=0):
+    return embedding_bwd(dx, idx, key, site, threshold, rows, positions, first_position)
+
+
+def _fake(idx, wte, wpe, first_position, *_):
+    _check(idx, wte, wpe, first_position, None)
+    return wte.new_empty(*idx.shape, wte.shape[1])
+
+
+def _bwd_fake(dx, idx, rows, positions, *_):
+    return tuple(dx.new_empty(n, dx.shape[-1]) for n in (rows, positions))
+
+
+_embedding = define_kernels("embedding", _run, _fake)
+define_kernels("embedding_bwd", _run_bwd, _bwd_fake)
 
 
 def _check(
@@ -264,6 +297,10 @@ def embedding(
     Oracle: fastpar.kernels.reference.embedding_ref
     Source: Radford et al. 2019, Language Models are Unsupervised Multitask Learners
     """
+    usual = wte_grad is None and not offers_place(wte, WIDE)
+    usual = usual and (use_cpp("embedding", wte) or use_triton("embedding", wte))
+    if usual and not dropout_p:
+        return _embedding(idx, wte, wpe, first_position)
     _check(idx, wte, wpe, first_position, wte_grad)
     key, site, threshold = None, 0, philox.quantize_p(dropout_p)
     if threshold:
@@ -271,4 +308,6 @@ def embedding(
         philox.refuse_parts("embedding", rng)
         philox.check_rng(rng, 1, wte.device)
         key, site = rng.key, rng.site
-    return _embedding(idx, wte, wpe, first_position, key, site, threshold, wte_grad)
+    if usual:
+        return _embedding(idx, wte, wpe, first_position, key, site, threshold)
+    return _composed(idx, wte, wpe, first_position, key, site, threshold, wte_grad)

@@ -62,20 +62,20 @@ def _grouped_linear_bwd(
 
 @_counts
 def _linear_cross_entropy(
-    x: Any, weight: Any, targets: Any, vocab_size: int, ignore_index: int, reduction: str,
+    x: Any, weight: Any, targets: Any, vocab_size: Any, ignore_index: int, reduction: str,
     label_smoothing: float, z_loss: float, chunk_rows: int, need_dx: bool, need_dweight: bool,
     *_: Any, **result: Any,
 ) -> int:  # fmt: skip
     gradients = 0 if reduction == "none" else need_dx + need_dweight
-    return 2 * x.numel() * vocab_size * (1 + gradients)
+    return 2 * x.numel() * (vocab_size or weight.shape[0]) * (1 + gradients)
 
 
 @_counts
 def _linear_cross_entropy_bwd(
-    dlosses: Any, x: Any, weight: Any, targets: Any, vocab_size: int, *options: Any, **result: Any
+    dlosses: Any, x: Any, weight: Any, targets: Any, vocab_size: Any, *options: Any, **result: Any
 ) -> int:
     need_dx, need_dweight = options[-2:]
-    return 2 * x.numel() * vocab_size * (need_dx + need_dweight)
+    return 2 * x.numel() * (vocab_size or weight.shape[0]) * (need_dx + need_dweight)
 
 
 def _scores(q: Any, k: Any, cu_seqlens: Any) -> int:

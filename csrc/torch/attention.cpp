@@ -12,14 +12,14 @@ using Two = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
 // The arguments after the tensors: how, which mask, which documents.
-#define HOW_TYPES                                                                    \
-  bool, std::optional<double>, const Maybe&, c10::SymInt, int64_t, const Maybe&,     \
-      const Maybe&, std::optional<c10::SymInt>
-#define HOW_ARGUMENTS                                                                  \
+#define HOW_TYPES                                                                              \
+  bool, std::optional<double>, const Maybe&, c10::SymInt, int64_t, const Maybe&, const Maybe&, \
+      std::optional<c10::SymInt>
+#define HOW_ARGUMENTS                                                                \
   bool causal, std::optional<double> scale, const Maybe &key, c10::SymInt site_head, \
-      int64_t threshold, const Maybe &cu_seqlens, const Maybe &bits,                   \
+      int64_t threshold, const Maybe &cu_seqlens, const Maybe &bits,                 \
       std::optional<c10::SymInt> first_row
-#define HOW                                                                                  \
+#define HOW \
   causal, scale, key, std::move(site_head), threshold, cu_seqlens, bits, std::move(first_row)
 
 using Fwd = Two(const Tensor&, const Maybe&, const Maybe&, HOW_TYPES);
@@ -200,10 +200,10 @@ struct AttentionBackward : public Node {
     const auto get = [&](SavedVariable& x, bool given) {
       return given ? Maybe(x.unpack(self)) : Maybe();
     };
-    auto [dq, dk, dv] = call_bwd(bwd_op(), grads[0], q.unpack(self), get(k, !packed),
-                                 get(v, !packed), get(o, has_o), stats.unpack(self), causal, scale,
-                                 get(key, has_key), site_head, threshold,
-                                 get(cu_seqlens, has_documents), get(bits, has_bits), first_row);
+    auto [dq, dk, dv] =
+        call_bwd(bwd_op(), grads[0], q.unpack(self), get(k, !packed), get(v, !packed),
+                 get(o, has_o), stats.unpack(self), causal, scale, get(key, has_key), site_head,
+                 threshold, get(cu_seqlens, has_documents), get(bits, has_bits), first_row);
     out[0] = std::move(dq);
     if (!packed) {
       out[1] = std::move(dk);
@@ -251,8 +251,8 @@ Two recorded(const Tensor& q_at, const Maybe& k_at, const Maybe& v_at, HOW_ARGUM
 }  // namespace fastpar::nodes
 
 #undef HOW
-#define HOW                                                                                     \
-  "bool causal, float? scale, Tensor? key=None, SymInt site_head=0, int threshold=0, "          \
+#define HOW                                                                            \
+  "bool causal, float? scale, Tensor? key=None, SymInt site_head=0, int threshold=0, " \
   "Tensor? cu_seqlens=None, Tensor? bits=None, SymInt? first_row=None)"
 TORCH_LIBRARY_FRAGMENT(fastpar, m) {
   m.def("attention(Tensor q, Tensor? k, Tensor? v, " HOW " -> (Tensor, Tensor)");

@@ -44,6 +44,18 @@ void each_tensor(const c10::IValue& value, const Do& act) {
 
 bool python_serves() { return python_on_cpu.load(std::memory_order_relaxed); }
 
+bool is_plain(const Tensor& x) {
+  using c10::DispatchKey;
+  constexpr c10::DispatchKeySet kWrapped({DispatchKey::Python, DispatchKey::FuncTorchBatched,
+                                          DispatchKey::FuncTorchGradWrapper, DispatchKey::Batched,
+                                          DispatchKey::Functionalize, DispatchKey::Negative,
+                                          DispatchKey::Conjugate, DispatchKey::ZeroTensor});
+  const auto active = c10::impl::tls_local_dispatch_key_set().included_;
+  return (x.is_cpu() || x.is_cuda()) && is_dense(x) && x.has_storage() &&
+         !x.key_set().has_any(kWrapped) && !active.has(DispatchKey::Python) &&
+         !active.has(DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
 void refuse_tangents(const char* op) {
   TORCH_CHECK(false, op,
               ": expected tensors without tangents, got forward-mode AD (jvp, dual tensors), which "
@@ -52,12 +64,14 @@ void refuse_tangents(const char* op) {
               stem(op), "_ref");
 }
 
+bool in_transform() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+void refuse_second_backward(const char* op) { refuse_second(op, "a derivative of its gradient"); }
+
 void refuse_create_graph(const char* op) {
-  // A transform of torch.func always records: RefuseBackward is for it.
-  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
-    return;
-  }
-  refuse_second(op, "create_graph=True");
+  if (!in_transform()) refuse_second(op, "create_graph=True");
 }
 
 void record_refusal(const c10::OperatorHandle& op, torch::jit::Stack* stack) {

@@ -71,11 +71,18 @@ inline bool needs_grad(const Maybe& x) { return x.has_value() && needs_grad(*x);
 inline bool has_tangent(const Tensor& x) { return torch::autograd::isFwGradDefined(x); }
 inline bool has_tangent(const Maybe& x) { return x.has_value() && has_tangent(*x); }
 
+// An ordinary tensor whose memory holds its values, with no mode or transform about.
+bool is_plain(const Tensor& x);
+
 // torch itself resolves its zero tensors to one zero of strides that attention does not take.
 inline Tensor with_memory(const Tensor& x) { return x._is_zerotensor() ? x.clone() : x; }
 inline Maybe with_memory(const Maybe& x) { return has(x) ? Maybe(with_memory(*x)) : x; }
 
+// Whether a transform of torch.func is active, which always records.
+bool in_transform();
+
 void refuse_tangents(const char* op);
+void refuse_second_backward(const char* op);
 void refuse_create_graph(const char* op);
 
 // Whether a call on these tensors is recorded.
@@ -100,6 +107,26 @@ inline void check_one_backward(const char* op, const variable_list& grads) {
   }
 }
 
+// A node that saves results of its own, computed from its inputs: they are outputs with a gradient,
+// which a second derivative asks for.
+template <class T>
+SavedVariable saved_result(Tensor& x, const T& node) {
+  torch::autograd::create_gradient_edge(x, node);
+  return SavedVariable(x, true);
+}
+// Such a result, to be passed on as a gradient: a part of a graph only if one is made.
+template <class T>
+Tensor result_of(SavedVariable& x, const T& node) {
+  Tensor found = x.unpack(node);
+  if (at::GradMode::is_enabled()) return found;
+  return is_plain(found) ? found.variable_data() : found.detach();
+}
+inline void refuse_results(const char* op, const variable_list& grads) {
+  for (size_t i = 1; i < grads.size(); ++i) {
+    if (grads[i].defined()) refuse_second_backward(op);
+  }
+}
+
 // Calls the op of a backward: past autograd where nothing is recorded.
 template <class Op, class... Args>
 auto call_bwd(const Op& op, Args&&... args) {
@@ -110,7 +137,8 @@ auto call_bwd(const Op& op, Args&&... args) {
 
 // Direct calls of an op of a backward: what it reads and writes by address has its sizes.
 inline void check_memory(bool fits, const char* op) {
-  TORCH_CHECK_VALUE(fits, op, ": expected what its forward returned and gradients of these sizes, "
+  TORCH_CHECK_VALUE(fits, op,
+                    ": expected what its forward returned and gradients of these sizes, "
                     "got other tensors; call the public function and backward()");
 }
 inline bool is_like(const Tensor& a, const Tensor& b) {

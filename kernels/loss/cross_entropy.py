@@ -39,7 +39,14 @@ from torch import Tensor
 
 from fastpar.kernels import _C
 from fastpar.kernels.backend import FLOATS, triton_module, use_cpp, use_triton, wide
-from fastpar.kernels.op import check_dense, define_autograd, define_op, is_plain, may_need_grad
+from fastpar.kernels.op import (
+    check_dense,
+    define_autograd,
+    define_kernels,
+    define_op,
+    is_plain,
+    may_need_grad,
+)
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -224,6 +231,14 @@ def multiply_rows(grad: Tensor, by: Tensor, out: Tensor) -> Tensor:
     return torch.mul(grad, by if by.dim() == 0 else by[:, None], out=out)
 
 
+def _scaled(dlogits: Tensor, by: Tensor, out: Tensor) -> Tensor:
+    """multiply_rows() of logits of any dimensions."""
+    columns = dlogits.shape[-1]
+    by = by.reshape(-1) if by.dim() else by
+    multiply_rows(dlogits.view(-1, columns), by, out.view(-1, columns))
+    return out
+
+
 def _fake_(logits, targets, vocab_size, ignore_index, reduction, *_):
     shapes = logits.shape[:1] if reduction == "none" else (), ()
     return tuple(logits.new_empty(shape, dtype=wide(logits.dtype)) for shape in shapes)
@@ -238,8 +253,9 @@ _OPTIONS = (
     "Tensor targets, SymInt vocab_size, int ignore_index, str reduction, float label_smoothing, "
     "float z_loss"
 )
-_cross_entropy = define_op(
-    f"cross_entropy(Tensor logits, {_OPTIONS}, bool need_grad) -> (Tensor, Tensor, Tensor)",
+_composed = define_op(
+    f"cross_entropy_composed(Tensor logits, {_OPTIONS}, bool need_grad)"
+    " -> (Tensor, Tensor, Tensor)",
     cross_entropy_fwd,
     _fake,
 )
@@ -248,8 +264,12 @@ _cross_entropy_ = define_op(
 )
 _cross_entropy_bwd = define_op(
     "cross_entropy_bwd(Tensor dlogits, Tensor by) -> Tensor",
-    lambda dlogits, by: multiply_rows(dlogits, by, torch.empty_like(dlogits)),
+    lambda dlogits, by: _scaled(dlogits, by, torch.empty_like(dlogits)),
     lambda dlogits, by: torch.empty_like(dlogits),
+)
+define_op(
+    "cross_entropy_bwd_(Tensor(a!) dlogits, Tensor by) -> ()",
+    lambda dlogits, by: _scaled(dlogits, by, dlogits),
 )
 # The loss of cross_entropy_, as a function of the logits that it has overwritten.
 _attach = define_op(
@@ -279,8 +299,43 @@ def _attach_setup_context(ctx, inputs, output):
     ctx.save_for_backward(inputs[0].detach(), inputs[2])
 
 
-define_autograd(_cross_entropy, _setup_context, _backward, by_products=2, once="cross_entropy")
+define_autograd(_composed, _setup_context, _backward, by_products=2, once="cross_entropy")
 define_autograd(_attach, _attach_setup_context, _backward, once="cross_entropy")
+
+
+def _run(logits, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss, need_grad):
+    """Triton's kernel; kernels/op.py define_kernels says for which calls."""
+    v = _check(logits, targets, vocab_size, reduction, label_smoothing, z_loss)
+    rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    how = v, ignore_index, reduction, label_smoothing, z_loss, need_grad
+    loss, grad, factor = cross_entropy_fwd(rows, flat, *how)
+    grad = logits.new_empty(0) if grad is None else grad.view(logits.shape)
+    return loss.view(targets.shape) if reduction == "none" else loss, grad, factor
+
+
+def _fake_of_any(
+    logits, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss, need_grad
+):  # fmt: skip
+    _check(logits, targets, vocab_size, reduction, label_smoothing, z_loss)
+    dtype = wide(logits.dtype)
+    loss = logits.new_empty(targets.shape if reduction == "none" else (), dtype=dtype)
+    grad = logits.new_empty(logits.shape if need_grad else (0,))
+    return loss, grad, logits.new_empty((), dtype=dtype)
+
+
+_cross_entropy = define_kernels("cross_entropy", _run, _fake_of_any)
+
+
+def _check(
+    logits: Tensor, targets: Tensor, vocab_size: int | None, reduction: str, label_smoothing: float,
+    z_loss: float,
+) -> int:  # fmt: skip
+    """The checks of a call; returns vocab_size. csrc/torch/loss.cpp is_usual() allows the same."""
+    _check_logits("cross_entropy", logits)
+    return check_loss(
+        "cross_entropy", logits.shape[-1], logits.shape[:-1], logits, targets, vocab_size,
+        reduction, label_smoothing, z_loss,
+    )  # fmt: skip
 
 
 def _check_logits(op: str, logits: Tensor) -> None:
@@ -352,21 +407,20 @@ def cross_entropy(
     Source: Szegedy et al. 2015, arXiv 1512.00567 (smoothing); Chowdhery et al. 2022,
         arXiv 2204.02311 (z-loss)
     """
-    _check_logits("cross_entropy", logits)
-    vocab_size = check_loss(
-        "cross_entropy", logits.shape[-1], logits.shape[:-1], logits, targets, vocab_size,
-        reduction, label_smoothing, z_loss,
-    )  # fmt: skip
+    need_grad = may_need_grad(logits)
+    if not inplace and (use_cpp("cross_entropy", logits) or use_triton("cross_entropy", logits)):
+        how = ignore_index, reduction, label_smoothing, z_loss, need_grad
+        return _cross_entropy(logits, targets, vocab_size, *how)[0]
+    vocab_size = _check(logits, targets, vocab_size, reduction, label_smoothing, z_loss)
     flat = targets.reshape(-1)
     options = (vocab_size, ignore_index, reduction, float(label_smoothing), float(z_loss))
-    need_grad = may_need_grad(logits)
     if need_grad and inplace and not torch.jit.is_tracing():
         loss, factor = _cross_entropy_(_check_inplace(logits), flat, *options)
         # Taken afterwards: autograd gives a view whose base has changed a backward that copies.
         loss = _attach(logits.view(-1, logits.shape[-1]), loss, factor)
     else:
         rows = logits.reshape(-1, logits.shape[-1])
-        loss = _cross_entropy(rows, flat, *options, need_grad)[0]
+        loss = _composed(rows, flat, *options, need_grad)[0]
     return loss.view(targets.shape) if reduction == "none" else loss
 
 

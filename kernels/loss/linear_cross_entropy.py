@@ -34,9 +34,10 @@ import threading
 import torch
 from torch import Tensor
 
-from fastpar.kernels.backend import FLOATS, wide
+from fastpar.kernels import _C
+from fastpar.kernels.backend import FLOATS, use_cpp, use_triton, wide
 from fastpar.kernels.linear import add_matmul_, matmul, use_gemm, wide_product
-from fastpar.kernels.linear.weight_gradients import wide_room
+from fastpar.kernels.linear.weight_gradients import WIDE, offers_place, wide_room
 from fastpar.kernels.loss.cross_entropy import (
     check_loss,
     count_targets,
@@ -47,6 +48,7 @@ from fastpar.kernels.loss.cross_entropy import (
 from fastpar.kernels.op import (
     check_dense,
     define_autograd,
+    define_kernels,
     define_op,
     in_transform,
     is_plain,
@@ -72,12 +74,15 @@ def workspace(name: str, rows: int, columns: int, like: Tensor) -> Tensor:
 
 def workspace_bytes() -> int:
     """Bytes that this thread keeps on the CPU between calls."""
-    return sum(buffer.nbytes for buffer in _local.__dict__.get("buffers", {}).values())
+    own = torch.ops.fastpar._workspace_bytes() if _C is not None else 0
+    return own + sum(buffer.nbytes for buffer in _local.__dict__.get("buffers", {}).values())
 
 
 def release_workspaces() -> None:
     """Frees the memory that this thread keeps between calls on a CPU."""
     _local.__dict__.clear()
+    if _C is not None:
+        torch.ops.fastpar._release_workspaces()
 
 
 def default_chunk_rows(n: int, c: int, v: int, device: str) -> int:
@@ -186,15 +191,15 @@ def _bwd_fake(dlosses, x, weight, targets, *options):
 
 
 _OPTIONS = "float label_smoothing, float z_loss, SymInt chunk_rows, bool need_dx, bool need_dweight"
-_linear_cross_entropy = define_op(
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
+_composed = define_op(
+    "linear_cross_entropy_composed(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
     f"int ignore_index, str reduction, {_OPTIONS}, Tensor? weight_grad)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     linear_cross_entropy_fwd,
     _fake,
 )
-_linear_cross_entropy_bwd = define_op(
-    "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor targets, "
+_composed_bwd = define_op(
+    "linear_cross_entropy_composed_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor targets, "
     f"SymInt vocab_size, int ignore_index, {_OPTIONS}) -> (Tensor, Tensor)",
     linear_cross_entropy_bwd,
     _bwd_fake,
@@ -242,7 +247,7 @@ def _backward(ctx, dloss, *_):
         )
     if ctx.none:
         needed = (ctx.need_dx, ctx.need_dweight)
-        dx, dweight = _linear_cross_entropy_bwd(dloss, *ctx.saved_tensors, *ctx.options, *needed)
+        dx, dweight = _composed_bwd(dloss, *ctx.saved_tensors, *ctx.options, *needed)
         by = torch.ones((), device=dloss.device, dtype=torch.float32)
     else:
         dx, dweight, factor = ctx.saved_tensors
@@ -263,9 +268,70 @@ def _backward(ctx, dloss, *_):
     return grad_x, grad_weight, *[None] * 10
 
 
-define_autograd(
-    _linear_cross_entropy, _setup_context, _backward, by_products=3, once="linear_cross_entropy"
-)
+define_autograd(_composed, _setup_context, _backward, by_products=3, once="linear_cross_entropy")
+
+
+# The op of csrc/torch, whose backward returns its gradients.
+
+
+def _run(x, weight, targets, vocab_size, ignore_index, reduction, smoothing, z_loss, *how):
+    """On a GPU; kernels/op.py define_kernels says for which calls."""
+    v = _check(x, weight, targets, vocab_size, reduction, smoothing, z_loss)
+    rows, flat = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    loss, dx, dweight, factor = linear_cross_entropy_fwd(
+        rows, weight, flat, v, ignore_index, reduction, smoothing, z_loss, *how, None
+    )
+    loss = loss.view(targets.shape) if reduction == "none" else loss
+    return loss, dx.view(x.shape) if dx.numel() else dx, dweight, factor
+
+
+def _run_bwd(dlosses, x, weight, targets, vocab_size, *options):
+    v = weight.shape[0] if vocab_size is None else vocab_size
+    rows, flat = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    dx, dweight = linear_cross_entropy_bwd(dlosses.reshape(-1), rows, weight, flat, v, *options)
+    return dx.view(x.shape) if dx.numel() else dx, dweight
+
+
+def _fake_of_any(
+    x, weight, targets, vocab_size, ignore_index, reduction, smoothing, z_loss, chunk_rows, *need
+):  # fmt: skip
+    _check(x, weight, targets, vocab_size, reduction, smoothing, z_loss)
+    none = reduction == "none"
+    loss = x.new_empty(targets.shape if none else (), dtype=wide(x.dtype))
+    gradients = _fake_gradients(x, weight, *(n and not none for n in need))
+    return loss, *gradients, x.new_empty((), dtype=wide(x.dtype))
+
+
+_linear_cross_entropy = define_kernels("linear_cross_entropy", _run, _fake_of_any)
+define_kernels("linear_cross_entropy_bwd", _run_bwd, _bwd_fake)
+
+
+def _check(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int | None, reduction: str,
+    label_smoothing: float, z_loss: float,
+) -> int:  # fmt: skip
+    """The checks of a call; returns vocab_size. csrc/torch/loss.cpp allows the same."""
+    check_dense("linear_cross_entropy", "x", x)
+    check_dense("linear_cross_entropy", "weight", weight)
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            "linear_cross_entropy: expected x [..., C] and weight [Vp, C], got "
+            f"x={list(x.shape)} weight={list(weight.shape)}; pass the weight as F.linear takes it"
+        )
+    if x.dtype != weight.dtype or x.dtype not in FLOATS:
+        raise ValueError(
+            "linear_cross_entropy: expected x and weight of one dtype, bf16, fp16, fp32 or fp64, "
+            f"got x={x.dtype} weight={weight.dtype}; cast one of them"
+        )
+    if x.device != weight.device:
+        raise ValueError(
+            "linear_cross_entropy: expected x and weight on one device, got "
+            f"x.device={x.device} weight.device={weight.device}; move one of them"
+        )
+    return check_loss(
+        "linear_cross_entropy", weight.shape[0], x.shape[:-1], x, targets, vocab_size, reduction,
+        label_smoothing, z_loss,
+    )  # fmt: skip
 
 
 def linear_cross_entropy(
@@ -299,42 +365,28 @@ def linear_cross_entropy(
     Deterministic: yes, bitwise, for a given chunk_rows.
     Oracle: fastpar.kernels.reference.linear_cross_entropy_ref
     """
-    check_dense("linear_cross_entropy", "x", x)
-    check_dense("linear_cross_entropy", "weight", weight)
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            "linear_cross_entropy: expected x [..., C] and weight [Vp, C], got "
-            f"x={list(x.shape)} weight={list(weight.shape)}; pass the weight as F.linear takes it"
-        )
-    if x.dtype != weight.dtype or x.dtype not in FLOATS:
-        raise ValueError(
-            "linear_cross_entropy: expected x and weight of one dtype, bf16, fp16, fp32 or fp64, "
-            f"got x={x.dtype} weight={weight.dtype}; cast one of them"
-        )
-    if x.device != weight.device:
-        raise ValueError(
-            "linear_cross_entropy: expected x and weight on one device, got "
-            f"x.device={x.device} weight.device={weight.device}; move one of them"
-        )
-    vocab_size = check_loss(
-        "linear_cross_entropy", weight.shape[0], x.shape[:-1], x, targets, vocab_size, reduction,
-        label_smoothing, z_loss,
-    )  # fmt: skip
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(
             f"linear_cross_entropy: expected chunk_rows >= 1, got chunk_rows={chunk_rows}; "
             "drop it to use the default"
         )
+    need = may_need_grad(x), may_need_grad(weight)
+    usual = weight_grad is None and not offers_place(weight, WIDE)
+    op = "linear_cross_entropy"
+    if usual and (use_cpp(op, x) or use_triton(op, x)):
+        loss, *_ = _linear_cross_entropy(
+            x, weight, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss,
+            chunk_rows or 0, *need,
+        )  # fmt: skip
+        return loss
+    vocab_size = _check(x, weight, targets, vocab_size, reduction, label_smoothing, z_loss)
     grad = torch.is_grad_enabled()
     if weight_grad is not None:
         refuse_buffer("linear_cross_entropy", "weight_grad")
         _check_weight_grad(weight_grad, weight, grad)
     options = reduction, float(label_smoothing), float(z_loss), chunk_rows or 0
-    need = map(may_need_grad, (x, weight))
     tensors = x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1)
-    loss, *_ = _linear_cross_entropy(
-        *tensors, vocab_size, ignore_index, *options, *need, weight_grad
-    )
+    loss, *_ = _composed(*tensors, vocab_size, ignore_index, *options, *need, weight_grad)
     return loss.view(targets.shape) if reduction == "none" else loss
 
 

@@ -95,7 +95,9 @@ def products(request, monkeypatch):
 def grads_of(case: Case, tensors: tuple[Tensor, ...], dy: Tensor) -> list[Tensor]:
     leaves = [t.detach().requires_grad_() for t in tensors]
     y = case.op(*leaves)
-    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+    grads = torch.autograd.grad(y, leaves, dy)
+    assert not any(grad.requires_grad for grad in grads)
+    return [y.detach(), *grads]
 
 
 def same(name: str, got, expected) -> None:
