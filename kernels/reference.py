@@ -280,6 +280,34 @@ def residual_rms_norm_ref(
     return rms_norm_ref(residual_out, weight, eps), residual_out
 
 
+def rope_turns_ref(positions: Tensor, theta: float, dim: int) -> Tensor:
+    """Cosines and sines of t * theta^(-2i / dim), fp64."""
+    powers = torch.arange(dim // 2, dtype=torch.float64, device=positions.device) * 2 / dim
+    angles = positions[..., None] * theta**-powers
+    return torch.cat([torch.cos(angles), torch.sin(angles)], -1)
+
+
+def rope_ref(
+    qkv: Tensor, turns: Tensor | None, *, norm: bool = False, q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None, eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Head by head."""
+    many, G = qkv.shape[-3:-1]
+
+    def one(r: int, g: int, weight: Tensor | None) -> Tensor:
+        x = qkv[..., r, g, :]
+        x = rms_norm_ref(x, weight, eps) if norm else x
+        if turns is None:
+            return x
+        c, s = turns.to(x.dtype).tensor_split(2, -1)
+        x1, x2 = x.tensor_split(2, -1)
+        return torch.cat([x1 * c - x2 * s, x1 * s + x2 * c], -1)
+
+    q = torch.stack([one(r, g, q_weight) for g in range(G) for r in range(many - 2)], -2)
+    k = torch.stack([one(many - 2, g, k_weight) for g in range(G)], -2)
+    return q, k, qkv[..., many - 1, :, :]
+
+
 def embedding_ref(
     idx: Tensor, wte: Tensor, wpe: Tensor | None = None, *, first_position: int = 0,
     dropout_p: float = 0.0, rng: tuple | None = None,
