@@ -39,6 +39,7 @@ struct CrossEntropyRows {
   const float* scale;   // scale[i * scale_stride] multiplies the gradient of row i
   int64_t scale_stride;
   double label_smoothing, z_loss;
+  double softcap = 0.0;  // the loss is that of softcap * tanh(logits / softcap); 0: none
 };
 
 // loss[N] = lse - (1 - label_smoothing) * logits[i, targets[i]] - label_smoothing * mean(logits[i])

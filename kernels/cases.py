@@ -522,13 +522,18 @@ def mlps(rows: int, size: int, device: str) -> Iterator[OpCase]:
 _LOSSES: dict[str, dict[str, Any]] = {
     "smoothing 0.1": {"label_smoothing": 0.1},
     "z-loss 0.01": {"z_loss": 0.01},
+    "softcap 5": {"softcap": 5.0},
     "no reduction": {"reduction": "none"},
     "all ignored": {"reduction": "sum"},
 }
 
 
-def _stock_loss(logits: Tensor, targets: Tensor, z_loss: float = 0.0, **settings: Any) -> Tensor:
+def _stock_loss(
+    logits: Tensor, targets: Tensor, z_loss: float = 0.0, softcap: float = 0.0, **settings: Any
+) -> Tensor:
     logits = logits.to(wide(logits.dtype))
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
     loss = F.cross_entropy(logits, targets, **settings)
     if z_loss:
         valid = targets != settings.get("ignore_index", -100)
@@ -620,9 +625,12 @@ def losses(
         yield loss_of_products(N, C, V, 24, how, chunk_rows, **_LOSSES.get(how, {}))
 
 
-def shard_of_loss(N: int, V: int, first: int, z_loss: float, each: bool) -> Iterator[OpCase]:
+def shard_of_loss(
+    N: int, V: int, first: int, z_loss: float, each: bool, softcap: float = 0.0
+) -> Iterator[OpCase]:
     """Classes first to first + V of a loss, of which V // 10 are padding; each: a scale a row."""
     options: dict[str, Any] = {"first": first, "vocab_size": first + V - V // 10}
+    options |= {"softcap": softcap}
 
     def make(draw: Draw) -> Inputs:
         logits = draw(N, V) * LOGIT_STD
@@ -646,6 +654,7 @@ def shard_of_loss(N: int, V: int, first: int, z_loss: float, each: bool) -> Iter
         return call
 
     shape, z = f"N={N} V={V} from {first}", f" z-loss {z_loss}" + " each row" * each
+    shape += f" softcap {softcap:g}" if softcap else ""
     how: dict[str, Any] = {"inner": FP32, "in_fp64": True, "differentiable": False}
     for name, about, inputs, outputs, also in (
         ("cross_entropy_shard", shape, make, ("max", "sum", "logit"), {}),

@@ -694,10 +694,8 @@ class GPT(nn.Module):
 
     def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         options: dict[str, Any] = {"vocab_size": self.config.vocab_size, "reduction": reduction}
-        if self.config.logit_softcap:
-            logits = self.logits(x)
-            loss = cross_entropy(logits, targets.view(logits.shape[:-1]), reduction=reduction)
-        elif self.tp is not None:
+        options["softcap"] = self.config.logit_softcap
+        if self.tp is not None:
             loss = vocab_linear_cross_entropy(x, self._head, targets, self.tp, **options)
         else:
             loss = linear_cross_entropy(x, self._head, targets, **options)

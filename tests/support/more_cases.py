@@ -8,6 +8,7 @@ from fastpar.kernels.cases import OpCase, P
 FEW_LOSSES = {
     "sum": {"reduction": "sum"},
     "both": {"label_smoothing": 1.0, "z_loss": 0.1},
+    "softcap of all": {"softcap": 1.5, "label_smoothing": 0.1, "z_loss": 0.1, "reduction": "none"},
     "both, each": {"label_smoothing": 0.2, "z_loss": 1e-3, "reduction": "none"},
     "another index": {"ignore_index": 3},
 }
