@@ -115,7 +115,7 @@ MaskBlock attention_mask(int64_t seed, int64_t first_sample, int site_head, int 
 // Rows of logits [N, width]; grad and scale, [] or [N], may be None.
 CrossEntropyRows cross_entropy_rows(const View& logits, const Memory& targets, const View& grad,
                                     const View& scale, int64_t v, int64_t ignore_index,
-                                    double label_smoothing, double z_loss) {
+                                    double label_smoothing, double z_loss, double softcap) {
   CrossEntropyRows rows;
   rows.n = logits.size[0];
   rows.width = logits.size[1];
@@ -136,6 +136,7 @@ CrossEntropyRows cross_entropy_rows(const View& logits, const Memory& targets, c
   rows.ignore_index = ignore_index;
   rows.label_smoothing = label_smoothing;
   rows.z_loss = z_loss;
+  rows.softcap = softcap;
   return rows;
 }
 
@@ -203,9 +204,9 @@ void bind_ops(py::module_& m) {
       "cross_entropy_rows",
       [](const View& logits, const Memory& targets, const View& scale, const View& grad,
          const Memory& loss, int64_t v, int64_t ignore_index, double label_smoothing, double z_loss,
-         int threads) {
+         double softcap, int threads) {
         const auto rows = cross_entropy_rows(logits, targets, grad, scale, v, ignore_index,
-                                             label_smoothing, z_loss);
+                                             label_smoothing, z_loss, softcap);
         cross_entropy_rows(rows, at<void>(grad.address), loss.floats(rows.n, "loss"),
                            logits.dtype("logits"), threads);
       },
@@ -213,8 +214,10 @@ void bind_ops(py::module_& m) {
   m.def(
       "cross_entropy_shard",
       [](const View& logits, const Memory& targets, const Memory& max, const Memory& sum,
-         const Memory& target_logit, int64_t first, int64_t v, int64_t ignore_index, int threads) {
-        const auto rows = cross_entropy_rows(logits, targets, {}, {}, v, ignore_index, 0.0, 0.0);
+         const Memory& target_logit, int64_t first, int64_t v, int64_t ignore_index, double softcap,
+         int threads) {
+        const auto rows =
+            cross_entropy_rows(logits, targets, {}, {}, v, ignore_index, 0.0, 0.0, softcap);
         cross_entropy_shard(rows, first, max.floats(rows.n, "max"), sum.floats(rows.n, "sum"),
                             target_logit.floats(rows.n, "target_logit"), logits.dtype("logits"),
                             threads);
@@ -224,9 +227,9 @@ void bind_ops(py::module_& m) {
       "cross_entropy_shard_grad",
       [](const View& logits, const Memory& targets, const Memory& lse, const View& scale,
          const View& grad, int64_t first, int64_t v, int64_t ignore_index, double z_loss,
-         int threads) {
+         double softcap, int threads) {
         const auto rows =
-            cross_entropy_rows(logits, targets, grad, scale, v, ignore_index, 0.0, z_loss);
+            cross_entropy_rows(logits, targets, grad, scale, v, ignore_index, 0.0, z_loss, softcap);
         cross_entropy_shard_grad(rows, first, lse.floats(rows.n, "lse"), at<void>(grad.address),
                                  logits.dtype("logits"), threads);
       },

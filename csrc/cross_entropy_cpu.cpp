@@ -102,6 +102,70 @@ struct CrossEntropyRow {
   }
 };
 
+// cap * tanh(x / cap); nan passes. Coefficients: Cephes tanhf, S. Moshier.
+FASTPAR_INLINE float capped(float x, float cap, float inverse) {
+  const float u = x * inverse, size = u < 0.0f ? -u : u, z = u * u;
+  float p = -5.70498872745e-3f;
+  p = p * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  const float near = p * z * u + u;
+  const float far = 1.0f - 2.0f / (exp_float(2.0f * size) + 1.0f);
+  return cap * (size < 0.625f ? near : u < 0.0f ? -far : far);
+}
+
+// The row under the cap.
+template <class T>
+struct CapRow {
+  static FASTPAR_INLINE void run(const T* __restrict row, float* __restrict to, int64_t v,
+                                 float cap) {
+    const float inverse = 1.0f / cap;
+    for (int64_t i = 0; i < v; ++i) to[i] = capped(to_float(row[i]), cap, inverse);
+  }
+};
+
+// The gradient of the row from that of the capped one.
+template <class T>
+struct UncapRow {
+  static FASTPAR_INLINE void run(const float* __restrict grad, const float* __restrict row,
+                                 T* __restrict to, int64_t v, float cap) {
+    const float inverse = 1.0f / cap;
+    for (int64_t i = 0; i < v; ++i) {
+      const float y = row[i] * inverse;
+      to[i] = from_float<T>(grad[i] * (1.0f - y * y));
+    }
+  }
+};
+
+// A row as the loss sees it: itself, or capped in a thread's buffer, where its gradient is made,
+// too. width includes the padding.
+template <class T>
+class Cap {
+ public:
+  Cap(const CrossEntropyRows& at, Isa target)
+      : cap_(static_cast<float>(at.softcap)), v_(at.v), width_(at.width), target_(target) {
+    if (cap_ != 0.0f) values_.resize(2 * at.v);
+  }
+  // Calls body(row, grad, width), then writes the row's gradient to `out` (null: none).
+  template <class Body>
+  void run(const T* row, T* out, Body body) {
+    if (cap_ == 0.0f) return body(row, out, width_);
+    float *const values = values_.data(), *const grad = values + v_;
+    dispatch<CapRow<T>>(target_, row, values, v_, cap_);
+    body(static_cast<const float*>(values), out ? grad : nullptr, v_);
+    if (!out) return;
+    dispatch<UncapRow<T>>(target_, grad, values, out, v_, cap_);
+    std::fill(out + v_, out + width_, from_float<T>(0.0f));
+  }
+
+ private:
+  float cap_;
+  int64_t v_, width_;
+  Isa target_;
+  std::vector<float> values_;
+};
+
 template <class T>
 struct ShardRow {
   static FASTPAR_INLINE void run(const T* row, int64_t v, float* max, float* sum) {
@@ -141,7 +205,8 @@ void rows(const CrossEntropyRows& at, T* grad, float* loss, int threads) {
   threads = useful_threads(at.n * at.v, 1 << 14, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    std::vector<float> scratch(in_place || !kGrad ? 0 : at.v);
+    std::vector<float> scratch(in_place || !kGrad || at.softcap != 0.0 ? 0 : at.v);
+    Cap<T> cap(at, isa_now);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < at.n; ++i) {
       const T* row = static_cast<const T*>(at.logits) + i * at.stride;
@@ -151,10 +216,14 @@ void rows(const CrossEntropyRows& at, T* grad, float* loss, int threads) {
         if (kGrad) std::fill(out, out + at.width, from_float<T>(0.0f));
         continue;
       }
-      float* weights = in_place ? reinterpret_cast<float*>(out) : scratch.data();
-      dispatch<CrossEntropyRow<T, kGrad, kPlain>>(isa_now, row, out, weights, at.v, at.width,
-                                                  at.targets[i], at.scale[i * at.scale_stride],
-                                                  at.label_smoothing, at.z_loss, loss + i);
+      cap.run(row, out, [&](const auto* seen, auto* made, int64_t width) {
+        using Seen = std::remove_cv_t<std::remove_pointer_t<decltype(seen)>>;
+        float* weights = scratch.data();
+        if constexpr (std::is_same_v<Seen, float>) weights = made;
+        dispatch<CrossEntropyRow<Seen, kGrad, kPlain>>(isa_now, seen, made, weights, at.v, width,
+                                                       at.targets[i], at.scale[i * at.scale_stride],
+                                                       at.label_smoothing, at.z_loss, loss + i);
+      });
     }
   }
 }
@@ -190,15 +259,22 @@ void cross_entropy_shard(const CrossEntropyRows& at, int64_t first, float* max, 
   threads = useful_threads(at.n * at.v, 1 << 14, threads);
   with_dtype(dtype, [&](auto tag) {
     using T = decltype(tag);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < at.n; ++i) {
-      const T* row = static_cast<const T*>(at.logits) + i * at.stride;
-      const int64_t target = at.targets[i] - first;
-      const bool ignored = at.targets[i] == at.ignore_index;
-      max[i] = 0.0f;
-      sum[i] = 1.0f;
-      if (!ignored) dispatch<ShardRow<T>>(isa_now, row, at.v, max + i, sum + i);
-      target_logit[i] = !ignored && target >= 0 && target < at.v ? to_float(row[target]) : 0.0f;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+      Cap<T> cap(at, isa_now);
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < at.n; ++i) {
+        const T* row = static_cast<const T*>(at.logits) + i * at.stride;
+        const int64_t target = at.targets[i] - first;
+        max[i] = target_logit[i] = 0.0f;
+        sum[i] = 1.0f;
+        if (at.targets[i] == at.ignore_index) continue;
+        cap.run(row, static_cast<T*>(nullptr), [&](const auto* seen, auto*, int64_t) {
+          using Seen = std::remove_cv_t<std::remove_pointer_t<decltype(seen)>>;
+          dispatch<ShardRow<Seen>>(isa_now, seen, at.v, max + i, sum + i);
+          if (target >= 0 && target < at.v) target_logit[i] = to_float(seen[target]);
+        });
+      }
     }
   });
 }
@@ -209,17 +285,24 @@ void cross_entropy_shard_grad(const CrossEntropyRows& at, int64_t first, const f
   threads = useful_threads(at.n * at.v, 1 << 14, threads);
   with_dtype(dtype, [&](auto tag) {
     using T = decltype(tag);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < at.n; ++i) {
-      const T* row = static_cast<const T*>(at.logits) + i * at.stride;
-      T* out = static_cast<T*>(grad) + i * at.grad_stride;
-      if (at.targets[i] == at.ignore_index) {
-        std::fill(out, out + at.width, from_float<T>(0.0f));
-        continue;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+      Cap<T> cap(at, isa_now);
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < at.n; ++i) {
+        const T* row = static_cast<const T*>(at.logits) + i * at.stride;
+        T* out = static_cast<T*>(grad) + i * at.grad_stride;
+        if (at.targets[i] == at.ignore_index) {
+          std::fill(out, out + at.width, from_float<T>(0.0f));
+          continue;
+        }
+        const float growth = static_cast<float>(1.0 + 2.0 * at.z_loss * lse[i]);
+        cap.run(row, out, [&](const auto* seen, auto* made, int64_t width) {
+          using Seen = std::remove_cv_t<std::remove_pointer_t<decltype(seen)>>;
+          dispatch<ShardGradRow<Seen>>(isa_now, seen, made, at.v, width, at.targets[i] - first,
+                                       lse[i], at.scale[i * at.scale_stride], growth);
+        });
       }
-      const float growth = static_cast<float>(1.0 + 2.0 * at.z_loss * lse[i]);
-      dispatch<ShardGradRow<T>>(isa_now, row, out, at.v, at.width, at.targets[i] - first, lse[i],
-                                at.scale[i * at.scale_stride], growth);
     }
   });
 }

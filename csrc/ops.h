@@ -39,6 +39,7 @@ struct CrossEntropyRows {
   const float* scale;   // scale[i * scale_stride] multiplies the gradient of row i
   int64_t scale_stride;
   double label_smoothing, z_loss;
+  double softcap = 0.0;  // the loss is that of softcap * tanh(logits / softcap); 0: none
 };
 
 // loss[N] = lse - (1 - label_smoothing) * logits[i, targets[i]] - label_smoothing * mean(logits[i])
@@ -84,12 +85,34 @@ void layer_norm_fwd(const void* x, const void* residual, const float* x_bias, co
                     int64_t n, int64_t c, float eps, bool rms, const MaskBlock& at, int threads);
 
 // dsum[N, C] = gradient of x (the normalized rows) + dsum_out, which may be null; dx = dsum under
-// the mask unless null. dweight, dbias (may be null) and dx_bias (may be null) are sums over the
-// rows, within fixed blocks, blocks in order. rms: mean and dbias are not touched.
+// the mask unless null. dweight, dbias and dx_bias (each may be null) are sums over the rows,
+// within fixed blocks, blocks in order. rms: mean and dbias are not touched.
 void layer_norm_bwd(const void* dy, const void* dsum_out, const void* x, const float* weight,
                     const float* mean, const float* rstd, void* dsum, void* dx, float* dweight,
                     float* dbias, float* dx_bias, Dtype dtype, int64_t n, int64_t c, bool rms,
                     const MaskBlock& at, int threads);
+
+// Heads of n packed rows [queries + 2, groups, d]: a group has `queries` heads of queries, one of
+// keys and one of values.
+struct RopeShape {
+  int64_t n, groups, queries, d;
+  const float* turns;  // [turn_rows, d]: cosines, then sines; row i has i % turn_rows; null: none
+  int64_t turn_rows;
+  const float *q_weight, *k_weight;  // [d] of the norms; null: ones
+  bool norm;                         // x / sqrt(mean(x * x) + eps) * weight of queries and keys
+  float eps;
+};
+
+// q[n, groups * queries, d] (head r of group g is g * queries + r), k and v[n, groups, d] of
+// qkv[n, queries + 2, groups, d]: queries and keys normalized, then their halves (a, b) turned into
+// (a cos - b sin, b cos + a sin). All of dtype; floats inside.
+void rope_fwd(const void* qkv, void* q, void* k, void* v, Dtype dtype, const RopeShape& at,
+              int threads);
+
+// dqkv, and the gradients of both weights (may be null), which sum within fixed blocks of rows,
+// blocks in order. qkv is only read for the norm.
+void rope_bwd(const void* dq, const void* dk, const void* dv, const void* qkv, void* dqkv,
+              float* dq_weight, float* dk_weight, Dtype dtype, const RopeShape& at, int threads);
 
 // A matrix of any strides, in elements.
 struct Matrix {

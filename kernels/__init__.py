@@ -77,7 +77,7 @@ else:
     from fastpar.kernels.permute import combine, permute
     from fastpar.kernels.philox import Rng, draw_key, dropout, keep_mask, make_key, quantize_p
     from fastpar.kernels.quantize import dequantize_blockwise, quantize_blockwise
-    from fastpar.kernels.rope import rope
+    from fastpar.kernels.rope import rope, rope_turns
     from fastpar.kernels.route import route
 
     _register_flops()
@@ -90,5 +90,5 @@ else:
         "dropout", "embedding", "gelu_mlp", "global_norm", "grouped_linear", "keep_freed_memory",
         "keep_mask", "layer_norm", "linear", "linear_cross_entropy", "make_key", "orthogonalize",
         "pack_", "permute", "quantize_blockwise", "quantize_p", "residual_layer_norm",
-        "residual_rms_norm", "rms_norm", "rope", "route", "sum_shards", "unpack_",
+        "residual_rms_norm", "rms_norm", "rope", "rope_turns", "route", "sum_shards", "unpack_",
     ]  # fmt: skip

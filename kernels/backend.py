@@ -65,6 +65,7 @@ OPS = {
     **dict.fromkeys(
         ("relu2", "swiglu"), ("cpp: activation_cpu.cpp", "triton: activation/triton.py")
     ),
+    "rope": ("cpp: rope_cpu.cpp", "triton: rope_triton.py"),
     "embedding": ("torch; cpp: dropout_cpu.cpp", "triton: embedding_triton.py"),
     "linear": ("{gemm} (fp32); {gemm_bf16} (bf16); torch (fp16)", "torch"),
     "linear_fp8": (

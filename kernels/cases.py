@@ -361,6 +361,69 @@ def norms(rows: int, size: int, device: str) -> Iterator[OpCase]:
         yield residual_norm(min(rows, 96), size, P, device, rms=rms)
 
 
+# Rotary positions
+
+
+def rope_case(
+    B: int, T: int, R: int, G: int, D: int, device: str, *, norm: bool = False, weights: str = "",
+    turned: bool = True, documents: bool = False,
+) -> OpCase:  # fmt: skip
+    """G groups of R heads of queries. weights: "", "own" or "fp32"; documents: positions of each
+    row of their own."""
+    positions = torch.arange(T, device=device)
+    if documents:
+        positions = torch.stack([(positions + 7 * b) % max(1, T // 2) for b in range(B)])
+    turns = kernels.rope_turns(positions, 1e4, D) if turned else None
+
+    def make(draw: Draw) -> Inputs:
+        inputs = {"qkv": draw(B, T, R + 2, G, D)}
+        if weights:
+            inputs |= {name: 1 + 0.1 * draw(D) for name in ("q_weight", "k_weight")}
+        if weights == "fp32":
+            inputs |= {name: w.float() for name, w in inputs.items() if name != "qkv"}
+        return inputs
+
+    def by(op: Callable[..., Any]) -> Callable[..., Any]:
+        def call(qkv: Tensor, q_weight: Any = None, k_weight: Any = None) -> Any:
+            at = None if turns is None else turns.to(qkv.device)
+            return op(qkv, at, norm=norm, q_weight=q_weight, k_weight=k_weight)
+
+        return call
+
+    def eager(
+        qkv: Tensor, at: Any, *, norm: bool, q_weight: Any, k_weight: Any
+    ) -> tuple[Tensor, ...]:
+        """The usual steps of a model."""
+        *q, k, v = qkv.unbind(-3)
+        q_k = torch.stack(q, -2).flatten(-3, -2), k
+        if norm:
+            pairs = zip(q_k, (q_weight, k_weight))
+            q_k = tuple(_stock_norm(x, weight, rms=True) for x, weight in pairs)
+        if at is not None:
+            cos, sin = (s.repeat(*[1] * (s.dim() - 1), 2).to(qkv.dtype)[..., None, :]
+                        for s in at.chunk(2, -1))  # fmt: skip
+            halves = (x.chunk(2, -1) for x in q_k)
+            q_k = tuple(x * cos + torch.cat([-b, a], -1) * sin for x, (a, b) in zip(q_k, halves))
+        return *q_k, v
+
+    name = f"B={B} T={T} R={R} G={G} D={D}" + " norm" * norm + f" {weights} weights" * bool(weights)
+    name += "" if turned else " unturned"
+    moved = float(B * T * (R + 2) * G * D)
+    calls = by(kernels.rope), by(reference.rope_ref), by(eager)
+    case = OpCase("rope", name + " documents" * documents, make, *calls, ("q", "k", "v"))
+    return replace(case, in_fp64=True, inner=FP32, elements=(2 * moved, (2.0 + norm) * moved))
+
+
+@makes("rope")
+def ropes(rows: int, size: int, device: str) -> Iterator[OpCase]:
+    """NanoChat's heads, then those of Qwen3 and Llama; size is D, made even."""
+    D = size + size % 2
+    yield rope_case(1, rows, 1, 3, D, device, norm=True)
+    yield rope_case(1, rows, 2, 2, D, device, norm=True, weights="own")
+    yield rope_case(2, -(-rows // 2), 3, 1, D, device)
+    yield rope_case(1, min(rows, 7), 2, 1, 63, device, norm=True, weights="own", turned=False)
+
+
 # Activations
 
 
@@ -462,13 +525,18 @@ def mlps(rows: int, size: int, device: str) -> Iterator[OpCase]:
 _LOSSES: dict[str, dict[str, Any]] = {
     "smoothing 0.1": {"label_smoothing": 0.1},
     "z-loss 0.01": {"z_loss": 0.01},
+    "softcap 5": {"softcap": 5.0},
     "no reduction": {"reduction": "none"},
     "all ignored": {"reduction": "sum"},
 }
 
 
-def _stock_loss(logits: Tensor, targets: Tensor, z_loss: float = 0.0, **settings: Any) -> Tensor:
+def _stock_loss(
+    logits: Tensor, targets: Tensor, z_loss: float = 0.0, softcap: float = 0.0, **settings: Any
+) -> Tensor:
     logits = logits.to(wide(logits.dtype))
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
     loss = F.cross_entropy(logits, targets, **settings)
     if z_loss:
         valid = targets != settings.get("ignore_index", -100)
@@ -560,9 +628,12 @@ def losses(
         yield loss_of_products(N, C, V, 24, how, chunk_rows, **_LOSSES.get(how, {}))
 
 
-def shard_of_loss(N: int, V: int, first: int, z_loss: float, each: bool) -> Iterator[OpCase]:
+def shard_of_loss(
+    N: int, V: int, first: int, z_loss: float, each: bool, softcap: float = 0.0
+) -> Iterator[OpCase]:
     """Classes first to first + V of a loss, of which V // 10 are padding; each: a scale a row."""
     options: dict[str, Any] = {"first": first, "vocab_size": first + V - V // 10}
+    options |= {"softcap": softcap}
 
     def make(draw: Draw) -> Inputs:
         logits = draw(N, V) * LOGIT_STD
@@ -586,6 +657,7 @@ def shard_of_loss(N: int, V: int, first: int, z_loss: float, each: bool) -> Iter
         return call
 
     shape, z = f"N={N} V={V} from {first}", f" z-loss {z_loss}" + " each row" * each
+    shape += f" softcap {softcap:g}" if softcap else ""
     how: dict[str, Any] = {"inner": FP32, "in_fp64": True, "differentiable": False}
     for name, about, inputs, outputs, also in (
         ("cross_entropy_shard", shape, make, ("max", "sum", "logit"), {}),
@@ -601,6 +673,7 @@ def shards_of_losses(rows: int, size: int, device: str) -> Iterator[OpCase]:
     """A vocabulary shard's part of a loss, and of its gradient."""
     yield from shard_of_loss(rows, size, size // 2, 0.0, False)
     yield from shard_of_loss(min(rows, 63), min(size, 1000), 40, 0.01, True)
+    yield from shard_of_loss(min(rows, 63), size, size // 2, 0.01, False, 5.0)
 
 
 # Attention

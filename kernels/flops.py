@@ -63,8 +63,8 @@ def _grouped_linear_bwd(
 @_counts
 def _linear_cross_entropy(
     x: Any, weight: Any, targets: Any, vocab_size: Any, ignore_index: int, reduction: str,
-    label_smoothing: float, z_loss: float, chunk_rows: int, need_dx: bool, need_dweight: bool,
-    *_: Any, **result: Any,
+    label_smoothing: float, z_loss: float, softcap: float, chunk_rows: int, need_dx: bool,
+    need_dweight: bool, *_: Any, **result: Any,
 ) -> int:  # fmt: skip
     gradients = 0 if reduction == "none" else need_dx + need_dweight
     return 2 * x.numel() * (vocab_size or weight.shape[0]) * (1 + gradients)

@@ -80,12 +80,17 @@ def grouped_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None, counts: T
     return torch.cat(parts)
 
 
+def _capped_ref(logits: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
 def cross_entropy_ref(
     logits: Tensor, targets: Tensor, *, vocab_size: int | None = None, ignore_index: int = -100,
     reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0,
+    softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """-sum of log softmax(logits[..., :vocab_size]) over the smoothed targets, + z * lse^2."""
-    logits = logits[..., :vocab_size].flatten(0, -2)  # [N, V]
+    logits = _capped_ref(logits[..., :vocab_size].flatten(0, -2), softcap)  # [N, V]
     shape, targets = targets.shape, targets.reshape(-1)
     valid = targets != ignore_index
     picked = torch.where(valid, targets, torch.zeros_like(targets))
@@ -108,13 +113,14 @@ def linear_cross_entropy_ref(x: Tensor, weight: Tensor, targets: Tensor, **kwarg
 
 def cross_entropy_shard_ref(
     logits: Tensor, targets: Tensor, *, first: int = 0, vocab_size: int | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = -100, softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Max, sum of exp(logits - max), target's logit (0 if elsewhere); 0, 1, 0 if ignored."""
     targets = targets.reshape(-1)
     classes = first + torch.arange(logits.shape[-1], device=logits.device)
     real = classes < (first + logits.shape[-1] if vocab_size is None else vocab_size)
-    rows = logits.reshape(-1, logits.shape[-1]).masked_fill(~real, -math.inf)  # [N, V]
+    rows = _capped_ref(logits.reshape(-1, logits.shape[-1]), softcap)  # [N, V]
+    rows = rows.masked_fill(~real, -math.inf)
     top = rows.amax(-1)
     total = (rows - torch.where(top > -math.inf, top, 0.0)[:, None]).exp().sum(-1)
     hit = (classes == targets[:, None]) & real
@@ -128,14 +134,16 @@ def cross_entropy_shard_ref(
 def cross_entropy_shard_grad_ref(
     logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, *, first: int = 0,
     vocab_size: int | None = None, ignore_index: int = -100, z_loss: float = 0.0,
+    softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """scale * (softmax * (1 + 2 * z * lse) - onehot) for the classes from `first` on."""
     targets = targets.reshape(-1, 1)
     classes = first + torch.arange(logits.shape[-1], device=logits.device)
     real = classes < (first + logits.shape[-1] if vocab_size is None else vocab_size)
-    rows, lse = logits.reshape(-1, logits.shape[-1]), lse[:, None]
+    rows, lse = _capped_ref(logits.reshape(-1, logits.shape[-1]), softcap), lse[:, None]
     grad = (rows - lse).exp() * (1 + 2 * z_loss * lse) - (classes == targets).to(lse.dtype)
     grad = grad * (scale if scale.dim() == 0 else scale[:, None])
+    grad = grad * (1 - (rows / softcap) ** 2) if softcap else grad
     return torch.where(real & (targets != ignore_index), grad, 0.0).view(logits.shape)
 
 
@@ -279,6 +287,34 @@ def residual_rms_norm_ref(
     x = x if x_bias is None else (x + x_bias).to(x.dtype)
     residual_out = residual + dropout_ref(x, dropout_p, rng)
     return rms_norm_ref(residual_out, weight, eps), residual_out
+
+
+def rope_turns_ref(positions: Tensor, theta: float, dim: int) -> Tensor:
+    """Cosines and sines of t * theta^(-2i / dim), fp64."""
+    powers = torch.arange(dim // 2, dtype=torch.float64, device=positions.device) * 2 / dim
+    angles = positions[..., None] * theta**-powers
+    return torch.cat([torch.cos(angles), torch.sin(angles)], -1)
+
+
+def rope_ref(
+    qkv: Tensor, turns: Tensor | None, *, norm: bool = False, q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None, eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Head by head."""
+    many, G = qkv.shape[-3:-1]
+
+    def one(r: int, g: int, weight: Tensor | None) -> Tensor:
+        x = qkv[..., r, g, :]
+        x = rms_norm_ref(x, weight, eps) if norm else x
+        if turns is None:
+            return x
+        c, s = turns.to(x.dtype).tensor_split(2, -1)
+        x1, x2 = x.tensor_split(2, -1)
+        return torch.cat([x1 * c - x2 * s, x1 * s + x2 * c], -1)
+
+    q = torch.stack([one(r, g, q_weight) for g in range(G) for r in range(many - 2)], -2)
+    k = torch.stack([one(many - 2, g, k_weight) for g in range(G)], -2)
+    return q, k, qkv[..., many - 1, :, :]
 
 
 def embedding_ref(

@@ -543,7 +543,7 @@ def dequantize_case(n: int, form: str, device: str) -> Case:
 
 
 BENCHES: dict[str, tuple[Callable[[Bench], Iterator[Case]], int, int]] = {  # seconds: CPU, GPU
-    "activation": (activation, 400, 300),
+    "activation": (activation, 400, 160),
     "attention": (attention, 600, 160),
     "bucket": (bucket, 200, 40),
     "cross_entropy": (cross_entropy, 300, 80),

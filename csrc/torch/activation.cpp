@@ -23,9 +23,7 @@ const auto& bwd_op() {
 constexpr int64_t kGelu = 0, kRelu2 = 2, kSwiglu = 3;
 
 Activation activation_of(int64_t kind) {
-  return kind == kGelu    ? Activation::gelu
-         : kind == kRelu2 ? Activation::relu2
-                          : Activation::swiglu;
+  return kind == kGelu ? Activation::gelu : kind == kRelu2 ? Activation::relu2 : Activation::swiglu;
 }
 const char* name_of(int64_t kind) { return kind < kRelu2 ? "bias_gelu" : "activation"; }
 
@@ -38,8 +36,7 @@ std::vector<int64_t> sizes_of(const Tensor& x, int64_t kind) {
 }
 
 bool is_usual(const Tensor& x, const Maybe& bias, int64_t kind) {
-  return (kind == kGelu || kind == kRelu2 ||
-          (kind == kSwiglu && x.dim() && x.size(-1) % 2 == 0)) &&
+  return (kind == kGelu || kind == kRelu2 || (kind == kSwiglu && x.dim() && x.size(-1) % 2 == 0)) &&
          is_dense(x) && is_number(x.scalar_type()) &&
          (!bias || (x.dim() && is_row(*bias, x.size(-1), x)));
 }

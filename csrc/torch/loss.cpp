@@ -18,11 +18,12 @@ using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 using Fwd = Three(const Tensor&, const Tensor&, std::optional<c10::SymInt>, int64_t,
-                  c10::string_view, double, double, bool);
+                  c10::string_view, double, double, double, bool);
 using LinearFwd = Four(const Tensor&, const Tensor&, const Tensor&, std::optional<c10::SymInt>,
-                       int64_t, c10::string_view, double, double, c10::SymInt, bool, bool);
+                       int64_t, c10::string_view, double, double, double, c10::SymInt, bool, bool);
 using LinearBwd = Two(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                      std::optional<c10::SymInt>, int64_t, double, double, c10::SymInt, bool, bool);
+                      std::optional<c10::SymInt>, int64_t, double, double, double, c10::SymInt,
+                      bool, bool);
 
 const auto& fwd_op() {
   static const auto op = find<Fwd>("fastpar::cross_entropy");
@@ -44,13 +45,15 @@ int64_t classes(const std::optional<c10::SymInt>& vocab_size, int64_t columns) {
 
 // What check_loss() of kernels/loss allows; x [..., C] of the rows, columns: of the logits.
 bool is_usual(const Tensor& x, const Tensor& targets, const std::optional<c10::SymInt>& vocab_size,
-              int64_t columns, c10::string_view reduction, double label_smoothing, double z_loss) {
+              int64_t columns, c10::string_view reduction, double label_smoothing, double z_loss,
+              double softcap) {
   const int64_t v = classes(vocab_size, columns);
   return is_dense(x) && is_number(x.scalar_type()) && x.dim() > 0 && is_dense(targets) &&
          targets.scalar_type() == at::kLong && targets.device() == x.device() &&
          targets.sizes() == x.sizes().slice(0, x.dim() - 1) && v > 0 && v <= columns &&
          (reduction == "mean" || reduction == "sum" || reduction == "none") &&
-         label_smoothing >= 0.0 && label_smoothing <= 1.0 && z_loss >= 0.0 && z_loss < INFINITY;
+         label_smoothing >= 0.0 && label_smoothing <= 1.0 && z_loss >= 0.0 && z_loss < INFINITY &&
+         softcap >= 0.0 && softcap < INFINITY;
 }
 
 Tensor number(float value, const Tensor& like) {
@@ -74,7 +77,7 @@ Tensor reduce(const Tensor& losses, int64_t count, c10::string_view reduction) {
 
 struct Options {
   int64_t v, ignore_index;
-  double label_smoothing, z_loss;
+  double label_smoothing, z_loss, softcap;
   const float* scale;  // of the rows' gradients
   int64_t scale_stride;
 };
@@ -95,20 +98,21 @@ void run_rows(const Tensor& logits, const Tensor& grad, const int64_t* targets, 
   rows.scale_stride = how.scale_stride;
   rows.label_smoothing = how.label_smoothing;
   rows.z_loss = how.z_loss;
+  rows.softcap = how.softcap;
   cross_entropy_rows(rows, grad.defined() ? grad.mutable_data_ptr() : nullptr, losses,
                      dtype_of(logits), at::get_num_threads());
 }
 
 Three forward(const Tensor& logits, const Tensor& targets_at, std::optional<c10::SymInt> vocab_size,
               int64_t ignore_index, c10::string_view reduction, double label_smoothing,
-              double z_loss, bool need_grad) {
+              double z_loss, double softcap, bool need_grad) {
   const auto ask_python = [&] {
     return python(fwd_op(), logits, targets_at, vocab_size, ignore_index, reduction,
-                  label_smoothing, z_loss, need_grad);
+                  label_smoothing, z_loss, softcap, need_grad);
   };
   if (python_serves() || logits.dim() < 1 || !is_dense(logits) ||
-      !is_usual(logits, targets_at, vocab_size, logits.size(-1), reduction, label_smoothing,
-                z_loss)) {
+      !is_usual(logits, targets_at, vocab_size, logits.size(-1), reduction, label_smoothing, z_loss,
+                softcap)) {
     return ask_python();
   }
   const int64_t columns = logits.size(-1), n = targets_at.numel(), v = classes(vocab_size, columns);
@@ -122,7 +126,7 @@ Three forward(const Tensor& logits, const Tensor& targets_at, std::optional<c10:
   Tensor grad = need_grad ? at::empty({n, columns}, logits.options()) : Tensor();
   Tensor losses = at::empty(targets.sizes(), logits.options().dtype(at::kFloat));
   run_rows(rows, grad, at, losses.mutable_data_ptr<float>(),
-           {v, ignore_index, label_smoothing, z_loss, &scale, 0});
+           {v, ignore_index, label_smoothing, z_loss, softcap, &scale, 0});
   return {reduction == "none" ? losses : reduce(losses, count, reduction),
           need_grad ? grad.view(logits.sizes()) : at::empty({0}, logits.options()),
           number(factor, losses)};
@@ -174,11 +178,11 @@ struct CrossEntropyBackward : public Node {
 
 Three recorded(const Tensor& logits, const Tensor& targets, std::optional<c10::SymInt> vocab_size,
                int64_t ignore_index, c10::string_view reduction, double label_smoothing,
-               double z_loss, bool need_grad) {
+               double z_loss, double softcap, bool need_grad) {
   const bool record = is_recorded("cross_entropy", logits);
   Three out = below_autograd([&] {
     return fwd_op().call(logits, targets, std::move(vocab_size), ignore_index, reduction,
-                         label_smoothing, z_loss, need_grad);
+                         label_smoothing, z_loss, softcap, need_grad);
   });
   if (!record) return out;
   auto node = make_node<CrossEntropyBackward>();
@@ -237,13 +241,14 @@ bool is_usual_product(const Tensor& x, const Tensor& weight, const c10::SymInt& 
 Four linear_forward(const Tensor& x_at, const Tensor& weight, const Tensor& targets_at,
                     std::optional<c10::SymInt> vocab_size, int64_t ignore_index,
                     c10::string_view reduction, double label_smoothing, double z_loss,
-                    c10::SymInt chunk_rows, bool need_dx, bool need_dweight) {
+                    double softcap, c10::SymInt chunk_rows, bool need_dx, bool need_dweight) {
   const auto ask_python = [&] {
     return python(linear_op(), x_at, weight, targets_at, vocab_size, ignore_index, reduction,
-                  label_smoothing, z_loss, chunk_rows, need_dx, need_dweight);
+                  label_smoothing, z_loss, softcap, chunk_rows, need_dx, need_dweight);
   };
   if (python_serves() || !is_usual_product(x_at, weight, chunk_rows) ||
-      !is_usual(x_at, targets_at, vocab_size, weight.size(0), reduction, label_smoothing, z_loss)) {
+      !is_usual(x_at, targets_at, vocab_size, weight.size(0), reduction, label_smoothing, z_loss,
+                softcap)) {
     return ask_python();
   }
   const int64_t n = targets_at.numel(), v = classes(vocab_size, weight.size(0));
@@ -256,7 +261,7 @@ Four linear_forward(const Tensor& x_at, const Tensor& weight, const Tensor& targ
   const bool now = reduction != "none";
   Tensor losses = at::empty(targets.sizes(), x.options().dtype(at::kFloat));
   auto [dx, dweight] = run_chunks(x, weight, at, losses.mutable_data_ptr<float>(),
-                                  {v, ignore_index, label_smoothing, z_loss, &scale, 0},
+                                  {v, ignore_index, label_smoothing, z_loss, softcap, &scale, 0},
                                   chunk_rows.expect_int(), need_dx && now, need_dweight && now);
   return {now ? reduce(losses, count, reduction) : losses,
           need_dx && now ? dx.view(x_at.sizes()) : dx, std::move(dweight), number(factor, losses)};
@@ -264,17 +269,17 @@ Four linear_forward(const Tensor& x_at, const Tensor& weight, const Tensor& targ
 
 Two linear_backward(const Tensor& dlosses, const Tensor& x_at, const Tensor& weight,
                     const Tensor& targets_at, std::optional<c10::SymInt> vocab_size,
-                    int64_t ignore_index, double label_smoothing, double z_loss,
+                    int64_t ignore_index, double label_smoothing, double z_loss, double softcap,
                     c10::SymInt chunk_rows, bool need_dx, bool need_dweight) {
   if (python_serves()) {
     return python(linear_bwd_op(), dlosses, x_at, weight, targets_at, vocab_size, ignore_index,
-                  label_smoothing, z_loss, chunk_rows, need_dx, need_dweight);
+                  label_smoothing, z_loss, softcap, chunk_rows, need_dx, need_dweight);
   }
   const int64_t n = targets_at.numel(), v = classes(vocab_size, weight.size(0));
-  check_memory(
-      is_usual_product(x_at, weight, chunk_rows) && dlosses.numel() == n &&
-          is_usual(x_at, targets_at, vocab_size, weight.size(0), "none", label_smoothing, z_loss),
-      "linear_cross_entropy_bwd");
+  check_memory(is_usual_product(x_at, weight, chunk_rows) && dlosses.numel() == n &&
+                   is_usual(x_at, targets_at, vocab_size, weight.size(0), "none", label_smoothing,
+                            z_loss, softcap),
+               "linear_cross_entropy_bwd");
   const Tensor x = x_at.reshape({n, weight.size(1)}).contiguous();
   const Tensor targets = targets_at.contiguous();
   Tensor scale = dlosses.to(at::kFloat).contiguous(), largest;
@@ -289,10 +294,10 @@ Two linear_backward(const Tensor& dlosses, const Tensor& x_at, const Tensor& wei
   }
   const int64_t* at = targets.const_data_ptr<int64_t>();
   check_memory(count_targets(at, n, v, ignore_index) >= 0, "linear_cross_entropy_bwd");
-  auto [dx, dweight] =
-      run_chunks(x, weight, at, nullptr,
-                 {v, ignore_index, label_smoothing, z_loss, scale.const_data_ptr<float>(), 1},
-                 chunk_rows.expect_int(), need_dx, need_dweight);
+  auto [dx, dweight] = run_chunks(
+      x, weight, at, nullptr,
+      {v, ignore_index, label_smoothing, z_loss, softcap, scale.const_data_ptr<float>(), 1},
+      chunk_rows.expect_int(), need_dx, need_dweight);
   if (largest.defined()) {
     dx.mul_(largest);
     dweight.mul_(largest);
@@ -304,7 +309,7 @@ struct LinearCrossEntropyBackward : public Node {
   SavedVariable dx, dweight, factor;  // or x, weight and targets, if rows are not reduced
   std::optional<c10::SymInt> vocab_size;
   int64_t ignore_index;
-  double label_smoothing, z_loss;
+  double label_smoothing, z_loss, softcap;
   c10::SymInt chunk_rows = 0;
   bool rows, need_dx, need_dweight;
   at::ScalarType dtype;
@@ -346,7 +351,7 @@ struct LinearCrossEntropyBackward : public Node {
     if (rows) {
       std::tie(first, second) =
           call_bwd(linear_bwd_op(), grads[0], first, second, last, vocab_size, ignore_index,
-                   label_smoothing, z_loss, chunk_rows, need_dx, need_dweight);
+                   label_smoothing, z_loss, softcap, chunk_rows, need_dx, need_dweight);
       if (need_dx) out[0] = std::move(first);
       if (need_dweight) out[1] = second.to(dtype);
       return out;
@@ -362,11 +367,11 @@ struct LinearCrossEntropyBackward : public Node {
 Four linear_recorded(const Tensor& x, const Tensor& weight, const Tensor& targets,
                      std::optional<c10::SymInt> vocab_size, int64_t ignore_index,
                      c10::string_view reduction, double label_smoothing, double z_loss,
-                     c10::SymInt chunk_rows, bool need_dx, bool need_dweight) {
+                     double softcap, c10::SymInt chunk_rows, bool need_dx, bool need_dweight) {
   const bool record = is_recorded("linear_cross_entropy", x, weight);
   Four out = below_autograd([&] {
     return linear_op().call(x, weight, targets, vocab_size, ignore_index, reduction,
-                            label_smoothing, z_loss, chunk_rows, need_dx, need_dweight);
+                            label_smoothing, z_loss, softcap, chunk_rows, need_dx, need_dweight);
   });
   if (!record) return out;
   auto& [loss, dx, dweight, factor] = out;
@@ -382,6 +387,7 @@ Four linear_recorded(const Tensor& x, const Tensor& weight, const Tensor& target
     node->ignore_index = ignore_index;
     node->label_smoothing = label_smoothing;
     node->z_loss = z_loss;
+    node->softcap = softcap;
     node->chunk_rows = std::move(chunk_rows);
   }
   node->dx = node->rows ? SavedVariable(x, false) : saved_result(dx, node);
@@ -396,16 +402,16 @@ Four linear_recorded(const Tensor& x, const Tensor& weight, const Tensor& target
 TORCH_LIBRARY_FRAGMENT(fastpar, m) {
   m.def(
       "cross_entropy(Tensor logits, Tensor targets, SymInt? vocab_size, int ignore_index, "
-      "str reduction, float label_smoothing, float z_loss, bool need_grad)"
+      "str reduction, float label_smoothing, float z_loss, float softcap, bool need_grad)"
       " -> (Tensor, Tensor, Tensor)");
   m.def(
       "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, SymInt? vocab_size, "
-      "int ignore_index, str reduction, float label_smoothing, float z_loss, SymInt chunk_rows, "
-      "bool need_dx, bool need_dweight) -> (Tensor, Tensor, Tensor, Tensor)");
+      "int ignore_index, str reduction, float label_smoothing, float z_loss, float softcap, "
+      "SymInt chunk_rows, bool need_dx, bool need_dweight) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor targets, "
       "SymInt? vocab_size, int ignore_index, float label_smoothing, float z_loss, "
-      "SymInt chunk_rows, bool need_dx, bool need_dweight) -> (Tensor, Tensor)");
+      "float softcap, SymInt chunk_rows, bool need_dx, bool need_dweight) -> (Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(fastpar, CPU, m) {
   m.impl("cross_entropy", &fastpar::nodes::loss::forward);

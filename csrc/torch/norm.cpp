@@ -23,10 +23,10 @@ using MaybeNumber = std::optional<c10::SymInt>;
   const Maybe &key, c10::SymInt site, int64_t threshold, MaybeNumber row_count, MaybeNumbers place
 #define MASK key, std::move(site), threshold, std::move(row_count), place
 
-using Fwd = Two(const Tensor&, const Tensor&, const Maybe&, double, bool);
-using ResidualFwd = Three(const Tensor&, const Tensor&, const Tensor&, const Maybe&, const Maybe&,
+using Fwd = Two(const Tensor&, const Maybe&, const Maybe&, double, bool);
+using ResidualFwd = Three(const Tensor&, const Tensor&, const Maybe&, const Maybe&, const Maybe&,
                           double, bool, MASK_TYPES);
-using Bwd = Five(const Tensor&, const Maybe&, const Tensor&, const Tensor&, const Tensor&, Type,
+using Bwd = Five(const Tensor&, const Maybe&, const Tensor&, const Maybe&, const Tensor&, Type,
                  MaybeType, MaybeType, bool, MASK_TYPES);
 
 const auto& fwd_op() {
@@ -45,15 +45,15 @@ const auto& bwd_op() {
 constexpr int64_t kMaxColumns = 16384;  // MAX_COLUMNS of kernels/norm
 
 // What check() of kernels/norm allows.
-bool is_usual(const Tensor& x, const Tensor& weight, const Maybe& bias, double eps) {
+bool is_usual(const Tensor& x, const Maybe& weight, const Maybe& bias, double eps) {
   if (!is_dense(x) || !is_number(x.scalar_type()) || x.dim() == 0) return false;
   const int64_t c = x.size(-1);
-  return c >= 1 && c <= kMaxColumns && is_row(weight, c, x) && (!bias || is_row(*bias, c, x)) &&
-         eps >= 0.0 && eps < INFINITY;
+  return c >= 1 && c <= kMaxColumns && (!has(weight) || is_row(*weight, c, x)) &&
+         (!bias || is_row(*bias, c, x)) && eps >= 0.0 && eps < INFINITY;
 }
 
 // What check_residual() allows.
-bool is_usual(const Tensor& x, const Tensor& residual, const Tensor& weight, const Maybe& bias,
+bool is_usual(const Tensor& x, const Tensor& residual, const Maybe& weight, const Maybe& bias,
               const Maybe& x_bias, double eps) {
   if (!is_usual(residual, weight, bias, eps) || !is_dense(x) || x.sizes() != residual.sizes() ||
       x.device() != residual.device()) {
@@ -63,6 +63,19 @@ bool is_usual(const Tensor& x, const Tensor& residual, const Tensor& weight, con
   return (narrow || x.scalar_type() == residual.scalar_type()) &&
          (!x_bias || is_row(*x_bias, x.size(-1), x));
 }
+
+// The weight as floats, ones if it is absent.
+class Weight {
+ public:
+  Weight(const Maybe& x, int64_t c) : own_(x, c, has(x)), ones_(has(x) ? 0 : c, 1.0f) {}
+  operator const float*() const {
+    return ones_.empty() ? static_cast<const float*>(own_) : ones_.data();
+  }
+
+ private:
+  Floats own_;
+  std::vector<float> ones_;
+};
 
 // The mask of x's rows: n of c columns.
 MaskBlock mask_of(const Tensor& x, int64_t n, int64_t c, const Maybe& key, const c10::SymInt& site,
@@ -99,7 +112,7 @@ MaskBlock mask_of(const Tensor& x, int64_t n, int64_t c, const Maybe& key, const
 }
 
 // The parts that the two forward ops share.
-Tensor normalize(const Tensor& x, const Tensor* residual, const Tensor& weight, const Maybe& bias,
+Tensor normalize(const Tensor& x, const Tensor* residual, const Maybe& weight, const Maybe& bias,
                  const Maybe& x_bias, double eps, bool rms, const MaskBlock& at, Tensor* total,
                  Tensor* stats) {
   const int64_t c = x.size(-1), n = x.numel() / c;
@@ -108,7 +121,7 @@ Tensor normalize(const Tensor& x, const Tensor* residual, const Tensor& weight, 
   if (n) {
     float* s = stats->mutable_data_ptr<float>();
     layer_norm_fwd(x.const_data_ptr(), residual ? residual->const_data_ptr() : nullptr,
-                   Floats(x_bias, c, residual), Floats(weight, c), Floats(bias, c),
+                   Floats(x_bias, c, residual), Weight(weight, c), Floats(bias, c),
                    residual ? total->mutable_data_ptr() : nullptr, y.mutable_data_ptr(),
                    rms ? nullptr : s, rms ? s : s + n, dtype_of(x), n, c, static_cast<float>(eps),
                    rms, at, at::get_num_threads());
@@ -116,7 +129,7 @@ Tensor normalize(const Tensor& x, const Tensor* residual, const Tensor& weight, 
   return y;
 }
 
-Two forward(const Tensor& x_at, const Tensor& weight, const Maybe& bias, double eps, bool rms) {
+Two forward(const Tensor& x_at, const Maybe& weight, const Maybe& bias, double eps, bool rms) {
   if (python_serves() || !is_usual(x_at, weight, bias, eps)) {
     return python(fwd_op(), x_at, weight, bias, eps, rms);
   }
@@ -128,7 +141,7 @@ Two forward(const Tensor& x_at, const Tensor& weight, const Maybe& bias, double 
   return {std::move(y), std::move(stats)};
 }
 
-Three residual_forward(const Tensor& x_at, const Tensor& residual, const Tensor& weight,
+Three residual_forward(const Tensor& x_at, const Tensor& residual, const Maybe& weight,
                        const Maybe& bias, const Maybe& x_bias, double eps, bool rms,
                        MASK_ARGUMENTS) {
   if (python_serves() || !is_usual(x_at, residual, weight, bias, x_bias, eps)) {
@@ -143,7 +156,7 @@ Three residual_forward(const Tensor& x_at, const Tensor& residual, const Tensor&
   return {std::move(y), std::move(total), std::move(stats)};
 }
 
-Five backward(const Tensor& dy_at, const Maybe& dtotal_at, const Tensor& x_at, const Tensor& weight,
+Five backward(const Tensor& dy_at, const Maybe& dtotal_at, const Tensor& x_at, const Maybe& weight,
               const Tensor& stats, Type x_dtype, MaybeType bias_dtype, MaybeType x_bias_dtype,
               bool rms, MASK_ARGUMENTS) {
   if (python_serves()) {
@@ -155,22 +168,23 @@ Five backward(const Tensor& dy_at, const Maybe& dtotal_at, const Tensor& x_at, c
   const int64_t c = x.size(-1), n = x.numel() / c;
   const bool masked = has(key);
   check_memory(is_like(dy, x) && (!dtotal.defined() || is_like(dtotal, x)) &&
-                   is_row(weight, c, x) && are_floats(stats, (rms ? 1 : 2) * n),
+                   (!has(weight) || is_row(*weight, c, x)) && are_floats(stats, (rms ? 1 : 2) * n),
                "layer_norm_bwd");
   Tensor dsum = at::empty(x.sizes(), x.options());
   Tensor dx = masked ? at::empty(x.sizes(), x.options()) : Tensor();
   const auto row = [&](Type type) {
-    const auto options = weight.options().dtype(type);
+    const auto options = x.options().dtype(type);
     return n ? at::empty({c}, options) : at::zeros({c}, options);
   };
-  Tensor dweight = row(weight.scalar_type()), dbias, dx_bias;
+  Tensor dweight, dbias, dx_bias;
+  if (has(weight)) dweight = row(weight->scalar_type());
   if (bias_dtype) dbias = row(*bias_dtype);
   if (x_bias_dtype) dx_bias = row(*x_bias_dtype);
   if (n) {
     const float* s = stats.const_data_ptr<float>();
     Sums of_weight(dweight), of_bias(dbias), of_x_bias(dx_bias);
     layer_norm_bwd(dy.const_data_ptr(), dtotal.defined() ? dtotal.const_data_ptr() : nullptr,
-                   x.const_data_ptr(), Floats(weight, c), rms ? nullptr : s, rms ? s : s + n,
+                   x.const_data_ptr(), Weight(weight, c), rms ? nullptr : s, rms ? s : s + n,
                    dsum.mutable_data_ptr(), masked ? dx.mutable_data_ptr() : nullptr, of_weight,
                    of_bias, of_x_bias, dtype_of(x), n, c, rms,
                    mask_of(x, n, c, key, site, threshold, row_count, place), at::get_num_threads());
@@ -180,8 +194,8 @@ Five backward(const Tensor& dy_at, const Maybe& dtotal_at, const Tensor& x_at, c
   const auto or_empty = [&](Tensor& t, Type type) {
     return t.defined() ? std::move(t) : at::empty({0}, x.options().dtype(type));
   };
-  return {std::move(dsum), or_empty(dx, x_dtype), std::move(dweight), or_empty(dbias, at::kFloat),
-          or_empty(dx_bias, at::kFloat)};
+  return {std::move(dsum), or_empty(dx, x_dtype), or_empty(dweight, at::kFloat),
+          or_empty(dbias, at::kFloat), or_empty(dx_bias, at::kFloat)};
 }
 
 struct LayerNormBackward : public Node {
@@ -190,7 +204,7 @@ struct LayerNormBackward : public Node {
   int64_t threshold = 0;
   MaybeNumber row_count;
   std::optional<std::vector<c10::SymInt>> place;
-  bool plain = true, rms, has_key = false;
+  bool plain = true, rms, has_weight, has_key = false;
   Type x_dtype, rows_dtype;
   MaybeType bias_dtype, x_bias_dtype;
 
@@ -204,7 +218,8 @@ struct LayerNormBackward : public Node {
     const Tensor dtotal = plain ? Tensor() : grads[1];
     if (!grads[0].defined() && !dtotal.defined()) return out;
     const auto self = getptr();
-    const Tensor x = rows.unpack(self), w = weight.unpack(self), s = stats.unpack(self);
+    const Tensor x = rows.unpack(self), s = stats.unpack(self);
+    const Maybe w = has_weight ? Maybe(weight.unpack(self)) : Maybe();
     const Maybe k = has_key ? Maybe(key.unpack(self)) : Maybe();
     const Tensor dy = grads[0].defined() ? grads[0] : at::zeros_like(x);
     auto [dsum, dx, dweight, dbias, dx_bias] =
@@ -213,7 +228,8 @@ struct LayerNormBackward : public Node {
     int i = 0;
     out[i++] = has_key || x_dtype != rows_dtype ? std::move(dx) : dsum;
     if (!plain) out[i++] = std::move(dsum);
-    out[i++] = std::move(dweight);
+    if (has_weight) out[i] = std::move(dweight);
+    ++i;
     if (bias_dtype) out[i] = std::move(dbias);
     if (x_bias_dtype) out[4] = std::move(dx_bias);
     return out;
@@ -222,7 +238,7 @@ struct LayerNormBackward : public Node {
 
 MaybeType type_of(const Maybe& x) { return x ? MaybeType(x->scalar_type()) : MaybeType(); }
 
-Two recorded(const Tensor& x, const Tensor& weight, const Maybe& bias, double eps, bool rms) {
+Two recorded(const Tensor& x, const Maybe& weight, const Maybe& bias, double eps, bool rms) {
   const bool record = is_recorded("layer_norm", x, weight, bias);
   Two out = below_autograd([&] { return fwd_op().call(x, weight, bias, eps, rms); });
   if (!record) return out;
@@ -233,12 +249,13 @@ Two recorded(const Tensor& x, const Tensor& weight, const Maybe& bias, double ep
   node->bias_dtype = type_of(bias);
   torch::autograd::create_gradient_edge(std::get<0>(out), node);
   node->rows = SavedVariable(x, false);
-  node->weight = SavedVariable(weight, false);
+  node->has_weight = has(weight);
+  node->weight = saved(weight);
   node->stats = SavedVariable(std::get<1>(out), false);
   return out;
 }
 
-Three residual_recorded(const Tensor& x, const Tensor& residual, const Tensor& weight,
+Three residual_recorded(const Tensor& x, const Tensor& residual, const Maybe& weight,
                         const Maybe& bias, const Maybe& x_bias, double eps, bool rms,
                         MASK_ARGUMENTS) {
   const bool record = is_recorded("residual_layer_norm", x, residual, weight, bias, x_bias);
@@ -267,7 +284,8 @@ Three residual_recorded(const Tensor& x, const Tensor& residual, const Tensor& w
   torch::autograd::create_gradient_edge(y, node);
   torch::autograd::create_gradient_edge(total, node);
   node->rows = SavedVariable(total, true);
-  node->weight = SavedVariable(weight, false);
+  node->has_weight = has(weight);
+  node->weight = saved(weight);
   node->stats = SavedVariable(stats, false);
   return out;
 }
@@ -280,12 +298,13 @@ Three residual_recorded(const Tensor& x, const Tensor& residual, const Tensor& w
   ", Tensor? key=None, SymInt site=0, int threshold=0, SymInt? rows=None, SymInt[]? place=None)"
 TORCH_LIBRARY_FRAGMENT(fastpar, m) {
   m.def(
-      "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool rms) -> (Tensor, Tensor)");
+      "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool rms) -> (Tensor, "
+      "Tensor)");
   m.def(
-      "residual_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, Tensor? x_bias,"
+      "residual_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, Tensor? x_bias,"
       " float eps, bool rms" MASK " -> (Tensor, Tensor, Tensor)");
   m.def(
-      "layer_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor stats,"
+      "layer_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor? weight, Tensor stats,"
       " ScalarType x_dtype, ScalarType? bias_dtype, ScalarType? x_bias_dtype, bool rms" MASK
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }

@@ -43,7 +43,7 @@ from fastpar.doctor.trial import (
 from fastpar.files.runs import Progress
 from fastpar.kernels import backend, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
-from fastpar.settings.model import GPTConfig
+from fastpar.settings.model import GPTConfig, block_parts, widths
 
 LEAST_ROWS, MOST_ROWS = 1 << 13, 1 << 15  # of a timed call; see [Note: rows]
 
@@ -274,10 +274,13 @@ def cases_of_model(
     """The cases of a rank's training step of a GPT, with the sizes of its tp slice."""
     C, V = config.n_embd, config.padded_vocab_size // tp
     loss = ("cross_entropy", "linear_cross_entropy") if tp == 1 else ("cross_entropy_shard",)
+    parts = {part.op: part for part in block_parts(config)}
+    sizes, D = widths(config, tp), config.head_size
+    activation = next(op for op in ("bias_gelu", "relu2", "swiglu") if op in parts)
     model = {
-        "layer_norm": C, "residual_layer_norm": C, "bias_gelu": 4 * C // tp,
-        "attention": C // config.n_head, "attention_masked": C // config.n_head,
-        **dict.fromkeys(loss, V),
+        f"{config.norm}_norm": C, f"residual_{config.norm}_norm": C,
+        activation: sizes[parts[activation].into], **({"rope": D} if "rope" in parts else {}),
+        "attention": D, "attention_masked": D, **dict.fromkeys(loss, V),
     }  # fmt: skip
     if device == "cuda":  # on a CPU it is torch's
         model["embedding"] = C

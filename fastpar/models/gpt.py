@@ -79,7 +79,6 @@ from fastpar.kernels import (
     activation,
     attention,
     attention_qkvpacked,
-    cross_entropy,
     draw_key,
     dropout,
     embedding,
@@ -90,6 +89,7 @@ from fastpar.kernels import (
     residual_rms_norm,
     rms_norm,
     rope,
+    rope_turns,
 )
 from fastpar.settings.model import (
     SPLIT,
@@ -453,7 +453,7 @@ class Attention(Parts):
         tokens: Tokens | None = None,
         documents: Tensor | None = None,
         read: LayerRead | None = None,
-        places: Tensor | None = None,
+        turns: Tensor | None = None,
         **dropout: Any,
     ) -> Tensor:
         c_attn, fp8, config = self.c_attn, self.c_proj.fp8, self.config
@@ -461,7 +461,7 @@ class Attention(Parts):
             dropout["softmax_scale"] = config.attention_scale
         qkv = column_linear(y, c_attn.weight, c_attn.bias, self.tp, c_attn.fp8)  # [B, T, QKV/tp]
         qkv = qkv.unflatten(-1, (config.queries_per_key + 2, -1, self.head_dim))
-        each = self._apart(qkv, places)  # [B, T, 3, H/tp, D], or q, k and v
+        each = self._apart(qkv, turns)  # [B, T, 3, H/tp, D], or q, k and v
         heads = each[0].shape[-2]
         if self.cp is not None and self.cp.by_keys:
             assert tokens is not None
@@ -488,16 +488,16 @@ class Attention(Parts):
             o = to_tokens(o[:, None], heads, self.cp)[:, 0]
         return row_linear(o.flatten(-2), self.c_proj.weight, tp=self.tp, fp8=fp8)  # [B, T, C]
 
-    def _apart(self, qkv: Tensor, places: Tensor | None) -> list[Tensor]:
+    def _apart(self, qkv: Tensor, turns: Tensor | None) -> list[Tensor]:
         """[qkv] as GPT-2's attention takes it, or [q, k, v], normalized and rotated."""
         config, many = self.config, self.config.queries_per_key
-        if places is None and not config.qk_norm and many == 1:
+        if turns is None and not config.qk_norm and many == 1:
             return [qkv]
         options: dict[str, Any] = {"norm": config.qk_norm, "eps": config.layer_norm_eps}
         for name in ("q_norm", "k_norm"):
             if name in self._modules:
                 options[f"{name[0]}_weight"] = getattr(self, name).weight
-        q, k, v = rope(qkv, places, config.rope_theta, **options)
+        q, k, v = rope(qkv, turns, **options)
         if self.cp is None:
             return [q, k, v]
         # Ranks of cp exchange as many heads of keys as of queries.
@@ -526,7 +526,7 @@ class Block(nn.Module):
         site: int = 0,
         documents: Tensor | None = None,
         read: LayerRead | None = None,
-        places: Tensor | None = None,
+        turns: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Maps the pair of the layer below to this layer's, [B, T, C] each; delta None: no add.
 
@@ -534,12 +534,12 @@ class Block(nn.Module):
         an attribute, because torch.compile would compile every block separately
         (test_nothing_is_compiled_after_the_second_block). Under sequence parallelism the pair is
         [N/tp, C] each, and tokens describes the batch. documents: cu_seqlens of attention().
-        read: keys and values of earlier tokens. places: positions for rope.
+        read: keys and values of earlier tokens. turns: for rope.
         """
         p, attn = self.p, self.attn
         y, x = self.ln_1(x, delta, **dropout_at(site, p, rng_key, tokens))
         heads = dropout_at(site + 1, p, rng_key, first_head=attn.first_head)
-        delta = attn(y, tokens, documents, read, places, **heads)
+        delta = attn(y, tokens, documents, read, turns, **heads)
         y, x = self.ln_2(x, delta, attn.c_proj.bias, **dropout_at(site + 2, p, rng_key, tokens))
         return x, self.mlp(y)
 
@@ -697,10 +697,8 @@ class GPT(nn.Module):
 
     def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         options: dict[str, Any] = {"vocab_size": self.config.vocab_size, "reduction": reduction}
-        if self.config.logit_softcap:
-            logits = self.logits(x)
-            loss = cross_entropy(logits, targets.view(logits.shape[:-1]), reduction=reduction)
-        elif self.tp is not None:
+        options["softcap"] = self.config.logit_softcap
+        if self.tp is not None:
             loss = vocab_linear_cross_entropy(x, self._head, targets, self.tp, **options)
         else:
             loss = linear_cross_entropy(x, self._head, targets, **options)
@@ -785,9 +783,9 @@ class GPT(nn.Module):
             x = stream
         x, delta = take_over(x, pairs=pairs) if parts.start > 1 else (x, None)
         documents = None if positions is None else bounds_of(positions)
-        places = self._places(idx, tokens, positions, read)
+        turns = self._turns(idx, tokens, positions, read)
         for layer in range(max(parts.start - 1, 0), min(parts.stop - 1, n_layer)):
-            more = documents, None if read is None else read[layer], places
+            more = documents, None if read is None else read[layer], turns
             x, delta = self.h[layer](x, delta, rng_key, tokens, 3 * layer, *more)
         mask = dropout_at(3 * min(parts.stop - 1, n_layer), p, rng_key, tokens)
         if n_layer + 1 in parts:
@@ -796,26 +794,30 @@ class GPT(nn.Module):
             return x
         return hand_on(x, delta, mask, pairs=pairs)
 
-    def _places(
+    def _turns(
         self,
         idx: Tensor,
         tokens: Tokens | None,
         positions: Tensor | None,
         read: list[LayerRead] | None,
     ) -> Tensor | None:
-        """Positions of the tokens that attention's layers see on this rank, for rope."""
-        if self.config.rope_theta is None:
+        """For rope, of the tokens that attention's layers see on this rank."""
+        config = self.config
+        if config.rope_theta is None:
             return None
         if self.cp is not None:
             if positions is not None:
-                return self.cp.slice(positions).flatten()
-            whole = Tokens(*idx.shape, *self.cp.runs(*idx.shape))
-            return whole.places(idx.numel() // self.cp.size, idx.device)
-        if positions is None:
+                places = self.cp.slice(positions).flatten()
+            else:
+                whole = Tokens(*idx.shape, *self.cp.runs(*idx.shape))
+                places = whole.places(idx.numel() // self.cp.size, idx.device)
+        elif positions is None:
             first = read[0].length if read else 0
-            positions = torch.arange(first, first + idx.shape[1], device=idx.device)
-            return positions if tokens is None else positions.repeat(idx.shape[0])
-        return positions if tokens is None else positions.flatten()
+            places = torch.arange(first, first + idx.shape[1], device=idx.device)
+            places = places if tokens is None else places.repeat(idx.shape[0])
+        else:
+            places = positions if tokens is None else positions.flatten()
+        return rope_turns(places, config.rope_theta, config.head_size)
 
     def _tokens(self, batch: int, time: int) -> Tokens | None:
         if self._shares == 1:

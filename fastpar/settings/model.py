@@ -360,11 +360,12 @@ def attention_parts(shape: GPTConfig) -> tuple[Part, ...]:
         options = {"weight": shape.norm_weight, "bias": False}
         heads = tuple(Part(f"attn.{x}_norm", "head_norm", "D", "D", **options) for x in "qk")
     turned = shape.qk_norm or shape.rope_theta is not None
+    kept = ("QKV",) if shape.qk_norm else ()
     return (
         _norm(shape, "ln_1"),
         Part("attn.c_attn", "matmul", "C", "QKV", ("C",), bias=shape.bias),
         *heads,
-        *((Part("", "rope", "QKV", "QKV", ("QKV",)),) if turned else ()),
+        *((Part("", "rope", "QKV", "QKV", kept),) if turned else ()),
         Part("", "attention", "QKV", "A", ("QKV", "A", "lse")),
         Part("attn.c_proj", "matmul", "A", "C", bias=shape.bias),  # attention keeps its input
         _norm(shape, "ln_2"),

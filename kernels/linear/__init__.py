@@ -299,16 +299,15 @@ def linear(
     Deterministic: yes, bitwise; our own products for any number of threads.
     Oracle: fastpar.kernels.reference.linear_ref
     """
-    shape = weight.shape
-    if len(shape) != 2 or x.dim() < 1 or x.shape[-1] != shape[1]:
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"linear: expected x [..., C] and weight [F, C], got x={list(x.shape)} "
-            f"weight={list(shape)}; pass the weight as F.linear takes it"
+            f"weight={list(weight.shape)}; pass the weight as F.linear takes it"
         )
-    if bias is not None and bias.shape != shape[:1]:
+    if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
             f"linear: expected bias [F] with weight [F, C], got bias={list(bias.shape)} "
-            f"weight={list(shape)}; pass one bias for each row of weight"
+            f"weight={list(weight.shape)}; pass one bias for each row of weight"
         )
     if fp8 is not None:
         return fp8.linear(x, weight, bias)
@@ -316,12 +315,14 @@ def linear(
     if queue is not None:
         return _OwnBackward.apply(x, weight, bias, queue, None)
     place = place_for(weight)
-    if place is None and use_wide(x):
+    if place is None and x.dtype != torch.float32 and use_wide(x):
         place = place_for(weight, "fastpar_wide_place")
     if place is not None:
         apply = _own_backward if _has_storage(x) else _OwnBackward.apply
         return apply(x, weight, bias, None, place)
-    return _linear(x, weight, bias) if _is_ours(x, weight) else F.linear(x, weight, bias)
+    if (has_gemm or x.dtype != torch.float32) and _is_ours(x, weight):
+        return _linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def _is_ours(x: Tensor, weight: Tensor) -> bool:

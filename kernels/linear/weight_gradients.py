@@ -32,6 +32,7 @@ from fastpar.kernels import backend
 from fastpar.kernels.op import in_transform, is_plain
 
 _here = threading.local()
+WIDE = "fastpar_wide_place"  # a weight's attribute, see [Note: places]
 
 
 class WeightGradients:
@@ -77,12 +78,17 @@ def queue_for(weight: Tensor) -> WeightGradients | None:
 Place = Callable[..., tuple[Tensor, bool] | None]  # of (weight, its node of autograd, if known)
 
 
+def offers_place(weight: Tensor, name: str) -> bool:
+    """Whether memory for this weight's gradient is offered. torch.compile sees none."""
+    return not torch.compiler.is_compiling() and name in weight.__dict__
+
+
 def place_for(weight: Tensor, name: str = "fastpar_place") -> Place | None:
     """The provider of memory for this weight's gradient, in a current forward; None: none."""
-    if torch.compiler.is_compiling():
+    if not offers_place(weight, name):
         return None
-    place: Place | None = getattr(weight, name, None)
-    if place is None or not (weight.requires_grad and torch.is_grad_enabled()):
+    place: Place = getattr(weight, name)
+    if not (weight.requires_grad and torch.is_grad_enabled()):
         return None
     if in_transform() or forward_ad._current_level >= 0:
         return None
@@ -92,7 +98,7 @@ def place_for(weight: Tensor, name: str = "fastpar_place") -> Place | None:
 def wide_room(weight: Tensor | None, grad: Tensor) -> tuple[Tensor, bool] | None:
     """(fp32 memory for the gradient of a 16-bit table, whether to add to it), in a backward that
     computes it from this gradient; None: the usual way, as on a CPU."""
-    place: Place | None = getattr(weight, "fastpar_wide_place", None)
+    place: Place | None = getattr(weight, WIDE, None)
     if weight is None or place is None or not (grad.is_cuda or backend.cuda_on_cpu):
         return None
     return place(weight, None) if is_plain(grad) and not torch.is_grad_enabled() else None

@@ -3,6 +3,7 @@
     lse_i = logsumexp(logits_i)
     loss_i = lse_i - (1 - s) * logits_i[t_i] - s * mean(logits_i) + z * lse_i^2
     dlogits_i = softmax(logits_i) * (1 + 2 * z * lse_i) - (1 - s) * onehot(t_i) - s / V
+    with a softcap c these are of  y = c tanh(logits / c),  dlogits = dy * (1 - (y / c)^2)
 
 s is the label smoothing, z the z-loss; means and sums are over the V real classes, padding columns
 get the gradient 0. loss_i and its gradient are 0 in ignored rows. Forward computes the gradient
@@ -66,7 +67,7 @@ def _check_targets(op: str, targets: Tensor, shape: torch.Size, like: Tensor) ->
 
 def check_loss(
     op: str, columns: int, shape: torch.Size, like: Tensor, targets: Tensor, vocab_size: int | None,
-    reduction: str, label_smoothing: float, z_loss: float,
+    reduction: str, label_smoothing: float, z_loss: float, softcap: float,
 ) -> int:  # fmt: skip
     """The checks that both losses share; returns vocab_size."""
     if reduction not in REDUCTIONS:
@@ -90,7 +91,29 @@ def check_loss(
         raise ValueError(
             f"{op}: expected a finite z_loss >= 0, got z_loss={z_loss}; 0 is the plain loss"
         )
+    check_softcap(op, softcap)
     return vocab_size
+
+
+def check_softcap(op: str, softcap: float) -> None:
+    """Refuses what logits cannot be capped by."""
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(
+            f"{op}: expected a finite softcap >= 0, got softcap={softcap}; 0 is the plain loss"
+        )
+
+
+def _capped(logits: Tensor, v: int, softcap: float) -> tuple[Tensor, Tensor]:
+    """The first v columns of softcap * tanh(logits / softcap), in the dtype of sums, and its
+    slope."""
+    y = torch.tanh(logits[:, :v].to(wide(logits.dtype)) / softcap)
+    return softcap * y, 1.0 - y * y
+
+
+def _uncap(grad: Tensor, slope: Tensor, out: Tensor) -> None:
+    """out [N, Vp] = the gradient of logits, from that of the capped ones."""
+    out[:, : slope.shape[1]].copy_(grad * slope)
+    out[:, slope.shape[1] :].zero_()
 
 
 def count_targets(op: str, targets: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
@@ -132,8 +155,15 @@ def reduce_losses(losses: Tensor, count: Tensor, reduction: str) -> Tensor:
 
 def _rows_torch(
     logits: Tensor, targets: Tensor, grad: Tensor | None, vocab_size: int, ignore_index: int,
-    label_smoothing: float, z_loss: float, scale: Tensor,
+    label_smoothing: float, z_loss: float, softcap: float, scale: Tensor,
 ) -> Tensor:  # fmt: skip
+    if softcap:
+        y, slope = _capped(logits, vocab_size, softcap)
+        how = vocab_size, ignore_index, label_smoothing, z_loss, 0.0, scale
+        losses = _rows_torch(y, targets, None if grad is None else y, *how)
+        if grad is not None:
+            _uncap(y, slope, grad)
+        return losses
     valid = (targets != ignore_index)[:, None]
     inside = (targets >= 0) & (targets < vocab_size)
     picked = torch.where(inside, targets, 0)[:, None]
@@ -194,7 +224,7 @@ def cross_entropy_fwd(
     logits: Tensor, targets: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(loss, dlogits if needed, the factor still to be applied to them). options: vocab_size to
-    z_loss, as in _fwd_into(), and need_grad."""
+    softcap, as in _fwd_into(), and need_grad."""
     *others, need_grad = options
     grad = logits.new_empty(logits.shape) if need_grad else None
     loss, factor = _fwd_into(grad, logits, targets, *others)
@@ -203,14 +233,14 @@ def cross_entropy_fwd(
 
 def _fwd_into(
     grad: Tensor | None, logits: Tensor, targets: Tensor, vocab_size: int, ignore_index: int,
-    reduction: str, label_smoothing: float, z_loss: float,
+    reduction: str, label_smoothing: float, z_loss: float, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     targets = targets.contiguous()
     if logits.stride(1) != 1 and logits.shape[1] != 1:
         logits = logits.contiguous()
     count = count_targets("cross_entropy", targets, vocab_size, ignore_index)
     scale, factor = gradient_scale(count, reduction, logits.dtype)
-    options = vocab_size, ignore_index, label_smoothing, z_loss, scale
+    options = vocab_size, ignore_index, label_smoothing, z_loss, softcap, scale
     losses = cross_entropy_rows("cross_entropy", logits, targets, grad, *options)
     return reduce_losses(losses, count, reduction), factor
 
@@ -251,7 +281,7 @@ def _fake(logits, *args):
 
 _OPTIONS = (
     "Tensor targets, SymInt vocab_size, int ignore_index, str reduction, float label_smoothing, "
-    "float z_loss"
+    "float z_loss, float softcap"
 )
 _composed = define_op(
     f"cross_entropy_composed(Tensor logits, {_OPTIONS}, bool need_grad)"
@@ -303,20 +333,24 @@ define_autograd(_composed, _setup_context, _backward, by_products=2, once="cross
 define_autograd(_attach, _attach_setup_context, _backward, once="cross_entropy")
 
 
-def _run(logits, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss, need_grad):
+def _run(
+    logits, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss, softcap,
+    need_grad,
+):  # fmt: skip
     """Triton's kernel; kernels/op.py define_kernels says for which calls."""
-    v = _check(logits, targets, vocab_size, reduction, label_smoothing, z_loss)
+    v = _check(logits, targets, vocab_size, reduction, label_smoothing, z_loss, softcap)
     rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    how = v, ignore_index, reduction, label_smoothing, z_loss, need_grad
+    how = v, ignore_index, reduction, label_smoothing, z_loss, softcap, need_grad
     loss, grad, factor = cross_entropy_fwd(rows, flat, *how)
     grad = logits.new_empty(0) if grad is None else grad.view(logits.shape)
     return loss.view(targets.shape) if reduction == "none" else loss, grad, factor
 
 
 def _fake_of_any(
-    logits, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss, need_grad
+    logits, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss, softcap,
+    need_grad,
 ):  # fmt: skip
-    _check(logits, targets, vocab_size, reduction, label_smoothing, z_loss)
+    _check(logits, targets, vocab_size, reduction, label_smoothing, z_loss, softcap)
     dtype = wide(logits.dtype)
     loss = logits.new_empty(targets.shape if reduction == "none" else (), dtype=dtype)
     grad = logits.new_empty(logits.shape if need_grad else (0,))
@@ -328,13 +362,13 @@ _cross_entropy = define_kernels("cross_entropy", _run, _fake_of_any)
 
 def _check(
     logits: Tensor, targets: Tensor, vocab_size: int | None, reduction: str, label_smoothing: float,
-    z_loss: float,
+    z_loss: float, softcap: float,
 ) -> int:  # fmt: skip
     """The checks of a call; returns vocab_size. csrc/torch/loss.cpp is_usual() allows the same."""
     _check_logits("cross_entropy", logits)
     return check_loss(
         "cross_entropy", logits.shape[-1], logits.shape[:-1], logits, targets, vocab_size,
-        reduction, label_smoothing, z_loss,
+        reduction, label_smoothing, z_loss, softcap,
     )  # fmt: skip
 
 
@@ -378,7 +412,7 @@ def _check_inplace(logits: Tensor) -> Tensor:
 def cross_entropy(
     logits: Tensor, targets: Tensor, *, vocab_size: int | None = None, ignore_index: int = -100,
     reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0,
-    inplace: bool = False,
+    softcap: float = 0.0, inplace: bool = False,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy over the last dimension, like F.cross_entropy on [N, V] logits.
 
@@ -393,6 +427,7 @@ def cross_entropy(
             the gradient is 0 then), "sum", or "none" for the loss of each row.
         label_smoothing: share of the target that is spread evenly over the V classes.
         z_loss: adds z_loss * logsumexp(logits)^2 to the loss of each row.
+        softcap: the loss is that of softcap * tanh(logits / softcap), in fp32; 0: none.
         inplace: the gradient overwrites the logits (not without gradients); [Note: in place].
     Returns:
         loss: [], or targets' shape for "none", fp32 (fp64 for fp64). The gradient is kept.
@@ -409,11 +444,12 @@ def cross_entropy(
     """
     need_grad = may_need_grad(logits)
     if not inplace and (use_cpp("cross_entropy", logits) or use_triton("cross_entropy", logits)):
-        how = ignore_index, reduction, label_smoothing, z_loss, need_grad
+        how = ignore_index, reduction, label_smoothing, z_loss, softcap, need_grad
         return _cross_entropy(logits, targets, vocab_size, *how)[0]
-    vocab_size = _check(logits, targets, vocab_size, reduction, label_smoothing, z_loss)
+    vocab_size = _check(logits, targets, vocab_size, reduction, label_smoothing, z_loss, softcap)
     flat = targets.reshape(-1)
-    options = (vocab_size, ignore_index, reduction, float(label_smoothing), float(z_loss))
+    factors = float(label_smoothing), float(z_loss), float(softcap)
+    options = vocab_size, ignore_index, reduction, *factors
     if need_grad and inplace and not torch.jit.is_tracing():
         loss, factor = _cross_entropy_(_check_inplace(logits), flat, *options)
         # Taken afterwards: autograd gives a view whose base has changed a backward that copies.
@@ -428,23 +464,26 @@ def cross_entropy(
 
 
 def cross_entropy_shard_fwd(
-    logits: Tensor, targets: Tensor, first: int, v: int, ignore_index: int
+    logits: Tensor, targets: Tensor, first: int, v: int, ignore_index: int, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(max, sum_exp, target_logit) of logits [N, Vp] whose first v columns are classes."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     targets = targets.contiguous()
     if use_triton("cross_entropy_shard", logits):
-        return triton_module("loss.triton").shard_fwd(logits, targets, first, v, ignore_index)
+        how = first, v, ignore_index, softcap
+        return triton_module("loss.triton").shard_fwd(logits, targets, *how)
     if use_cpp("cross_entropy_shard", logits):
         top, total, target_logit = (
             torch.empty(logits.shape[0], dtype=torch.float32, device="cpu") for _ in range(3)
         )
-        options = (first, v, ignore_index, torch.get_num_threads())
+        options = (first, v, ignore_index, softcap, torch.get_num_threads())
         _C.cross_entropy_shard(logits, targets, top, total, target_logit, *options)
         return top, total, target_logit
     valid, local = targets != ignore_index, targets - first
     here = valid & (local >= 0) & (local < v)
     x = logits[:, :v].to(wide(logits.dtype))
+    if softcap:
+        x, _ = _capped(logits, v, softcap)
     if v == 0:
         top = torch.full_like(targets, -torch.inf, dtype=x.dtype)
         total, target_logit = torch.zeros_like(top), torch.zeros_like(top)
@@ -458,18 +497,22 @@ def cross_entropy_shard_fwd(
 
 def _write_gradient(
     grad: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, first: int, v: int,
-    ignore_index: int, z_loss: float,
+    ignore_index: int, z_loss: float, softcap: float,
 ) -> Tensor:  # fmt: skip
     """grad, in which dlogits [N, Vp] are written; it may be logits. lse [N], scale [] or [N]."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     targets, lse, scale = targets.contiguous(), lse.contiguous(), scale.to(lse.dtype)
     if use_triton("cross_entropy_shard_grad", logits):
         triton_module("loss.triton").shard_bwd(
-            logits, targets, lse, scale, grad, first, v, ignore_index, z_loss
+            logits, targets, lse, scale, grad, first, v, ignore_index, z_loss, softcap
         )
     elif use_cpp("cross_entropy_shard_grad", logits):
-        options = (first, v, ignore_index, z_loss, torch.get_num_threads())
+        options = (first, v, ignore_index, z_loss, softcap, torch.get_num_threads())
         _C.cross_entropy_shard_grad(logits, targets, lse, scale, grad, *options)
+    elif softcap:
+        y, slope = _capped(logits, v, softcap)
+        how = first, v, ignore_index, z_loss, 0.0
+        _uncap(_write_gradient(torch.empty_like(y), y, targets, lse, scale, *how), slope, grad)
     else:
         valid, local = targets != ignore_index, targets - first
         x = (logits[:, :v] - lse[:, None]).exp() * (1.0 + 2.0 * z_loss * lse[:, None])
@@ -481,26 +524,29 @@ def _write_gradient(
 
 
 _cross_entropy_shard = define_op(
-    "cross_entropy_shard(Tensor logits, Tensor targets, SymInt first, SymInt v, int ignore_index)"
-    " -> (Tensor, Tensor, Tensor)",
+    "cross_entropy_shard(Tensor logits, Tensor targets, SymInt first, SymInt v, int ignore_index, "
+    "float softcap) -> (Tensor, Tensor, Tensor)",
     cross_entropy_shard_fwd,
     lambda x, *_: tuple(x.new_empty(x.shape[:1], dtype=wide(x.dtype)) for _ in range(3)),
 )
 _cross_entropy_shard_grad = define_op(
     "cross_entropy_shard_grad(Tensor logits, Tensor targets, Tensor lse, Tensor scale, "
-    "SymInt first, SymInt v, int ignore_index, float z_loss) -> Tensor",
+    "SymInt first, SymInt v, int ignore_index, float z_loss, float softcap) -> Tensor",
     lambda logits, *how: _write_gradient(logits.new_empty(logits.shape), logits, *how),
     lambda logits, *_: logits.new_empty(logits.shape),
 )
 _cross_entropy_shard_grad_ = define_op(
     "cross_entropy_shard_grad_(Tensor(a!) out, Tensor logits, Tensor targets, Tensor lse, "
-    "Tensor scale, SymInt first, SymInt v, int ignore_index, float z_loss) -> ()",
+    "Tensor scale, SymInt first, SymInt v, int ignore_index, float z_loss, float softcap) -> ()",
     lambda out, *how: torch.autograd.graph.increment_version(_write_gradient(out, *how)),
 )
 
 
-def _columns(op: str, logits: Tensor, targets: Tensor, first: int, vocab_size: int | None) -> int:
+def _columns(
+    op: str, logits: Tensor, targets: Tensor, first: int, vocab_size: int | None, softcap: float
+) -> int:
     """The number of columns that are classes."""
+    check_softcap(op, softcap)
     _check_logits(op, logits)
     _check_targets(op, targets, logits.shape[:-1], logits)
     if first < 0:
@@ -513,7 +559,7 @@ def _columns(op: str, logits: Tensor, targets: Tensor, first: int, vocab_size: i
 
 def cross_entropy_shard(
     logits: Tensor, targets: Tensor, *, first: int = 0, vocab_size: int | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = -100, softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One shard's part of the loss: max, sum of exponentials, logit of the target.
 
@@ -524,6 +570,7 @@ def cross_entropy_shard(
         vocab_size: classes of the full vocabulary: columns from vocab_size - first on are padding
             (possibly all of them). None: there is no padding.
         ignore_index: targets of rows that do not count.
+        softcap: as in cross_entropy.
     Returns:
         max [N], sum_exp [N] of exp(logits - max), target_logit [N], 0 where another shard holds the
         target; all fp32 (fp64 for fp64). In ignored rows 0, 1, 0; if all columns are padding -inf,
@@ -534,15 +581,15 @@ def cross_entropy_shard(
     Deterministic: yes, bitwise.
     Oracle: fastpar.kernels.reference.cross_entropy_shard_ref
     """
-    v = _columns("cross_entropy_shard", logits, targets, first, vocab_size)
+    v = _columns("cross_entropy_shard", logits, targets, first, vocab_size, softcap)
     rows = logits.detach().reshape(targets.numel(), logits.shape[-1])
-    return _cross_entropy_shard(rows, targets.reshape(-1), first, v, ignore_index)
+    return _cross_entropy_shard(rows, targets.reshape(-1), first, v, ignore_index, float(softcap))
 
 
 def cross_entropy_shard_grad(
     logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, *, first: int = 0,
     vocab_size: int | None = None, ignore_index: int = -100, z_loss: float = 0.0,
-    out: Tensor | None = None,
+    softcap: float = 0.0, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """One shard's dlogits = scale * (softmax * (1 + 2 * z_loss * lse) - onehot).
 
@@ -550,7 +597,8 @@ def cross_entropy_shard_grad(
         logits, targets, first, vocab_size, ignore_index: as for cross_entropy_shard.
         lse: [N], fp32 (fp64 for fp64), logsumexp over the full vocabulary.
         scale: [] or [N], the incoming gradient, divided by the number of targets for a mean.
-        z_loss: as in cross_entropy, for a loss that adds z_loss * lse^2.
+        z_loss, softcap: as in cross_entropy, for a loss that adds z_loss * lse^2; lse is that of
+            capped logits.
         out: shape, dtype and device of logits, rows contiguous and evenly spaced: the memory to
             write and return. It may be logits itself; other overlaps give a wrong result.
     Returns:
@@ -562,7 +610,7 @@ def cross_entropy_shard_grad(
     Oracle: fastpar.kernels.reference.cross_entropy_shard_grad_ref
     """
     op = "cross_entropy_shard_grad"
-    v = _columns(op, logits, targets, first, vocab_size)
+    v = _columns(op, logits, targets, first, vocab_size, softcap)
     n = targets.numel()
     dtype = wide(logits.dtype)
     if lse.shape != (n,) or lse.dtype != dtype or scale.shape not in ((), (n,)):
@@ -577,7 +625,7 @@ def cross_entropy_shard_grad(
         )
     rows = logits.detach().reshape(n, logits.shape[-1])
     tensors = (rows, targets.reshape(-1), lse.detach(), scale.detach())
-    options = (first, v, ignore_index, float(z_loss))
+    options = (first, v, ignore_index, float(z_loss), float(softcap))
     if out is None:
         return _cross_entropy_shard_grad(*tensors, *options).view(logits.shape)
     _cross_entropy_shard_grad_(_out_rows(op, out, logits), *tensors, *options)

@@ -37,7 +37,7 @@ from torch import Tensor
 from fastpar.kernels import _C
 from fastpar.kernels.backend import FLOATS, use_cpp, use_triton, wide
 from fastpar.kernels.linear import add_matmul_, matmul, use_gemm, wide_product
-from fastpar.kernels.linear.weight_gradients import wide_room
+from fastpar.kernels.linear.weight_gradients import WIDE, offers_place, wide_room
 from fastpar.kernels.loss.cross_entropy import (
     check_loss,
     count_targets,
@@ -100,7 +100,8 @@ def default_chunk_rows(n: int, c: int, v: int, device: str) -> int:
 
 def _run_chunks(
     x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, vocab_size: int, ignore_index: int,
-    label_smoothing: float, z_loss: float, chunk_rows: int, need_dx: bool, need_dweight: bool,
+    label_smoothing: float, z_loss: float, softcap: float, chunk_rows: int, need_dx: bool,
+    need_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(losses [N], dx, dweight in fp32), the gradients times scale ([] or [N])."""
     n, c = x.shape
@@ -115,7 +116,7 @@ def _run_chunks(
         losses[part] = cross_entropy_rows(
             "linear_cross_entropy", logits, targets[part],
             logits if need_dx or need_dweight else None, vocab_size, ignore_index, label_smoothing,
-            z_loss, scale if scale.dim() == 0 else scale[part],
+            z_loss, softcap, scale if scale.dim() == 0 else scale[part],
         )  # fmt: skip
         if need_dx:
             matmul(logits, weight, out=dx[part])
@@ -138,8 +139,8 @@ def accumulate(dweight: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 def linear_cross_entropy_fwd(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, reduction: str,
-    label_smoothing: float, z_loss: float, chunk_rows: int, need_dx: bool, need_dweight: bool,
-    weight_grad: Tensor | None,
+    label_smoothing: float, z_loss: float, softcap: float, chunk_rows: int, need_dx: bool,
+    need_dweight: bool, weight_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, dx, dweight in fp32, the factor still to be applied to dx and dweight). Gradients that
     are not needed are [0], with reduction "none" both. chunk_rows 0: chosen here. weight_grad: for
@@ -149,8 +150,8 @@ def linear_cross_entropy_fwd(
     scale, factor = gradient_scale(count, reduction, x.dtype)
     now = reduction != "none"
     losses, dx, dweight = _run_chunks(
-        x, weight, targets, scale, vocab_size, ignore_index, label_smoothing, z_loss, chunk_rows,
-        need_dx and now, need_dweight and now,
+        x, weight, targets, scale, vocab_size, ignore_index, label_smoothing, z_loss, softcap,
+        chunk_rows, need_dx and now, need_dweight and now,
     )  # fmt: skip
     return reduce_losses(losses, count, reduction), dx, dweight, factor
 
@@ -172,8 +173,8 @@ def linear_cross_entropy_bwd(
 
 
 def _fake(
-    x, weight, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss, chunk_rows,
-    need_dx, need_dweight, weight_grad,
+    x, weight, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss, softcap,
+    chunk_rows, need_dx, need_dweight, weight_grad,
 ):  # fmt: skip
     none = reduction == "none"
     loss = x.new_empty(x.shape[:1] if none else (), dtype=wide(x.dtype))
@@ -190,7 +191,10 @@ def _bwd_fake(dlosses, x, weight, targets, *options):
     return _fake_gradients(x, weight, *options[-2:])
 
 
-_OPTIONS = "float label_smoothing, float z_loss, SymInt chunk_rows, bool need_dx, bool need_dweight"
+_OPTIONS = (
+    "float label_smoothing, float z_loss, float softcap, SymInt chunk_rows, bool need_dx, "
+    "bool need_dweight"
+)
 _composed = define_op(
     "linear_cross_entropy_composed(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
     f"int ignore_index, str reduction, {_OPTIONS}, Tensor? weight_grad)"
@@ -207,15 +211,15 @@ _composed_bwd = define_op(
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, targets, vocab_size, ignore_index, reduction, smoothing, z_loss = inputs[:8]
-    chunk_rows, ctx.need_dx, ctx.need_dweight, ctx.weight_grad = inputs[8:]
+    x, weight, targets, vocab_size, ignore_index, reduction, *factors = inputs[:9]
+    chunk_rows, ctx.need_dx, ctx.need_dweight, ctx.weight_grad = inputs[9:]
     _, dx, dweight, factor = output
     ctx.none = reduction == "none"
     ctx.weight = weight if hasattr(weight, "fastpar_wide_place") else None
     ctx.dtype = weight.dtype
     if ctx.none:
         ctx.save_for_backward(x, weight, targets)
-        ctx.options = (vocab_size, ignore_index, smoothing, z_loss, chunk_rows)
+        ctx.options = (vocab_size, ignore_index, *factors, chunk_rows)
     else:
         ctx.save_for_backward(dx, dweight, factor)
 
@@ -265,7 +269,7 @@ def _backward(ctx, dloss, *_):
             torch.mul(dweight, by, out=room)
     elif ctx.need_dweight:
         grad_weight = scaled(dweight, by, ctx.dtype, saved=True)
-    return grad_x, grad_weight, *[None] * 10
+    return grad_x, grad_weight, *[None] * 11
 
 
 define_autograd(_composed, _setup_context, _backward, by_products=3, once="linear_cross_entropy")
@@ -274,12 +278,12 @@ define_autograd(_composed, _setup_context, _backward, by_products=3, once="linea
 # The op of csrc/torch, whose backward returns its gradients.
 
 
-def _run(x, weight, targets, vocab_size, ignore_index, reduction, smoothing, z_loss, *how):
+def _run(x, weight, targets, vocab_size, ignore_index, reduction, smoothing, z_loss, cap, *how):
     """On a GPU; kernels/op.py define_kernels says for which calls."""
-    v = _check(x, weight, targets, vocab_size, reduction, smoothing, z_loss)
+    v = _check(x, weight, targets, vocab_size, reduction, smoothing, z_loss, cap)
     rows, flat = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     loss, dx, dweight, factor = linear_cross_entropy_fwd(
-        rows, weight, flat, v, ignore_index, reduction, smoothing, z_loss, *how, None
+        rows, weight, flat, v, ignore_index, reduction, smoothing, z_loss, cap, *how, None
     )
     loss = loss.view(targets.shape) if reduction == "none" else loss
     return loss, dx.view(x.shape) if dx.numel() else dx, dweight, factor
@@ -293,9 +297,10 @@ def _run_bwd(dlosses, x, weight, targets, vocab_size, *options):
 
 
 def _fake_of_any(
-    x, weight, targets, vocab_size, ignore_index, reduction, smoothing, z_loss, chunk_rows, *need
+    x, weight, targets, vocab_size, ignore_index, reduction, smoothing, z_loss, cap, chunk_rows,
+    *need,
 ):  # fmt: skip
-    _check(x, weight, targets, vocab_size, reduction, smoothing, z_loss)
+    _check(x, weight, targets, vocab_size, reduction, smoothing, z_loss, cap)
     none = reduction == "none"
     loss = x.new_empty(targets.shape if none else (), dtype=wide(x.dtype))
     gradients = _fake_gradients(x, weight, *(n and not none for n in need))
@@ -308,7 +313,7 @@ define_kernels("linear_cross_entropy_bwd", _run_bwd, _bwd_fake)
 
 def _check(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int | None, reduction: str,
-    label_smoothing: float, z_loss: float,
+    label_smoothing: float, z_loss: float, softcap: float,
 ) -> int:  # fmt: skip
     """The checks of a call; returns vocab_size. csrc/torch/loss.cpp allows the same."""
     check_dense("linear_cross_entropy", "x", x)
@@ -330,14 +335,15 @@ def _check(
         )
     return check_loss(
         "linear_cross_entropy", weight.shape[0], x.shape[:-1], x, targets, vocab_size, reduction,
-        label_smoothing, z_loss,
+        label_smoothing, z_loss, softcap,
     )  # fmt: skip
 
 
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int | None = None,
     ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
-    z_loss: float = 0.0, chunk_rows: int | None = None, weight_grad: Tensor | None = None,
+    z_loss: float = 0.0, softcap: float = 0.0, chunk_rows: int | None = None,
+    weight_grad: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy of the logits x @ weight.T, which are never in memory all at once.
 
@@ -347,7 +353,7 @@ def linear_cross_entropy(
         x: [..., C], bf16 | fp16 | fp32 | fp64. For fp64, everything that is fp32 below is fp64.
         weight: [Vp, C], dtype of x. Rows from vocab_size on are padding: excluded from the softmax,
             their gradient is 0. They must be finite.
-        targets, vocab_size, ignore_index, label_smoothing, z_loss: as in cross_entropy().
+        targets, vocab_size, ignore_index, label_smoothing, z_loss, softcap: as in cross_entropy().
         reduction: as there; the backward of "none" computes the logits once more.
         chunk_rows: rows whose logits exist at once; None chooses by traffic. Other sizes sum
             dweight in another order.
@@ -371,20 +377,21 @@ def linear_cross_entropy(
             "drop it to use the default"
         )
     need = may_need_grad(x), may_need_grad(weight)
-    usual = weight_grad is None and not hasattr(weight, "fastpar_wide_place")
+    usual = weight_grad is None and not offers_place(weight, WIDE)
     op = "linear_cross_entropy"
     if usual and (use_cpp(op, x) or use_triton(op, x)):
         loss, *_ = _linear_cross_entropy(
             x, weight, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss,
-            chunk_rows or 0, *need,
+            softcap, chunk_rows or 0, *need,
         )  # fmt: skip
         return loss
-    vocab_size = _check(x, weight, targets, vocab_size, reduction, label_smoothing, z_loss)
+    factors = float(label_smoothing), float(z_loss), float(softcap)
+    vocab_size = _check(x, weight, targets, vocab_size, reduction, *factors)
     grad = torch.is_grad_enabled()
     if weight_grad is not None:
         refuse_buffer("linear_cross_entropy", "weight_grad")
         _check_weight_grad(weight_grad, weight, grad)
-    options = reduction, float(label_smoothing), float(z_loss), chunk_rows or 0
+    options = reduction, *factors, chunk_rows or 0
     tensors = x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1)
     loss, *_ = _composed(*tensors, vocab_size, ignore_index, *options, *need, weight_grad)
     return loss.view(targets.shape) if reduction == "none" else loss

@@ -55,6 +55,19 @@ def exp_fast(x):
 
 
 @triton.jit
+def _cap(x, cap, CAP: tl.constexpr):
+    """cap * tanh(x / cap). Near 0 by Cephes' tanhf, whose relative error is small there, too."""
+    if CAP:
+        u = x / cap
+        z = u * u
+        p = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z
+        p = (p + 1.33314422036e-1) * z - 3.33332819422e-1
+        far = 1.0 - 2.0 / (exp_fast(2.0 * tl.abs(u)) + 1.0)
+        x = cap * tl.where(tl.abs(u) < 0.625, p * z * u + u, tl.where(u < 0.0, -far, far))
+    return x
+
+
+@triton.jit
 def _bounds(shift, columns, U: tl.constexpr, W: tl.constexpr):
     """Where the tiles [U, W], the tiles [1, W] and the masked tail of a row start."""
     wide = tl.where(shift > 0, W, 0)
@@ -74,11 +87,16 @@ def _step(x, top, total, logit_sum, SMOOTH: tl.constexpr):
 
 
 @triton.jit
-def _masked_step(ptr, j, shift, v, top, total, logit_sum, W: tl.constexpr, SMOOTH: tl.constexpr):
+def _masked_step(
+    ptr, j, shift, v, cap, top, total, logit_sum, W: tl.constexpr, SMOOTH: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
     cols = j + tl.arange(0, W)[None, :] - shift
     inside = (cols >= 0) & (cols < v)
     x = tl.load(ptr + j + tl.arange(0, W)[None, :], mask=inside, other=-float("inf"))
     x = x.to(tl.float32)
+    if CAP:
+        x = tl.where(inside, _cap(x, cap, CAP), -float("inf"))
     if SMOOTH:
         logit_sum += tl.sum(tl.where(inside, x, 0.0), 0)
     top, total, _ = _step(x, top, total, logit_sum, False)
@@ -86,7 +104,9 @@ def _masked_step(ptr, j, shift, v, top, total, logit_sum, W: tl.constexpr, SMOOT
 
 
 @triton.jit
-def row_statistics(ptr, shift, v, U: tl.constexpr, W: tl.constexpr, SMOOTH: tl.constexpr):
+def row_statistics(
+    ptr, shift, v, cap, U: tl.constexpr, W: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr
+):
     """max, sum of exp(x - max), sum of x over the v columns of the row at ptr + shift."""
     top = tl.full([W], LOWEST, tl.float32)
     total = tl.zeros([W], tl.float32)
@@ -95,41 +115,51 @@ def row_statistics(ptr, shift, v, U: tl.constexpr, W: tl.constexpr, SMOOTH: tl.c
     lanes = tl.arange(0, W)[None, :]
     unrolled = tl.arange(0, U)[:, None] * W + lanes
     for j in range(0, wide, W):
-        top, total, logit_sum = _masked_step(ptr, j, shift, v, top, total, logit_sum, W, SMOOTH)
+        top, total, logit_sum = _masked_step(
+            ptr, j, shift, v, cap, top, total, logit_sum, W, SMOOTH, CAP
+        )
     for j in range(wide, single, U * W):
-        x = tl.load(ptr + tl.multiple_of(j, 16) + unrolled).to(tl.float32)
+        x = _cap(tl.load(ptr + tl.multiple_of(j, 16) + unrolled).to(tl.float32), cap, CAP)
         top, total, logit_sum = _step(x, top, total, logit_sum, SMOOTH)
     for j in range(single, tail, W):
-        x = tl.load(ptr + tl.multiple_of(j, 16) + lanes).to(tl.float32)
+        x = _cap(tl.load(ptr + tl.multiple_of(j, 16) + lanes).to(tl.float32), cap, CAP)
         top, total, logit_sum = _step(x, top, total, logit_sum, SMOOTH)
     for j in range(tail, shift + v, W):
-        top, total, logit_sum = _masked_step(ptr, j, shift, v, top, total, logit_sum, W, SMOOTH)
+        top, total, logit_sum = _masked_step(
+            ptr, j, shift, v, cap, top, total, logit_sum, W, SMOOTH, CAP
+        )
     row_top = tl.max(top, 0)
     return row_top, tl.sum(total * exp_fast(top - row_top), 0), tl.sum(logit_sum, 0)
 
 
 @triton.jit
-def _gradient(x, cols, top, factor, spread, target, chosen):
-    return tl.where(cols == target, chosen, exp_fast(x - top) * factor - spread)
+def _gradient(x, cols, top, factor, spread, target, chosen, cap, CAP: tl.constexpr):
+    x = _cap(x, cap, CAP)
+    g = tl.where(cols == target, chosen, exp_fast(x - top) * factor - spread)
+    if CAP:
+        y = x / cap
+        g *= 1.0 - y * y
+    return g
 
 
 @triton.jit
 def _masked_gradient(
-    ptr, out_ptr, j, shift, v, width, top, factor, spread, target, chosen, W: tl.constexpr
-):
+    ptr, out_ptr, j, shift, v, width, top, factor, spread, target, chosen, cap, W: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
     at = j + tl.arange(0, W)[None, :]
     cols = at - shift
     inside = (cols >= 0) & (cols < width)
     x = tl.load(ptr + at, mask=inside & (cols < v), other=0.0).to(tl.float32)
-    g = _gradient(x, cols, top, factor, spread, target, chosen)
+    g = _gradient(x, cols, top, factor, spread, target, chosen, cap, CAP)
     g = tl.where(cols < v, g, 0.0)
     tl.store(out_ptr + at, g.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def write_gradient(
-    ptr, out_ptr, shift, v, width, top, factor, spread, target, chosen, U: tl.constexpr,
-    W: tl.constexpr,
+    ptr, out_ptr, shift, v, width, top, factor, spread, target, chosen, cap, U: tl.constexpr,
+    W: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the row, from its end to its start; chosen is that of the target.
 
@@ -138,19 +168,23 @@ def write_gradient(
     lanes = tl.arange(0, W)[None, :]
     unrolled = tl.arange(0, U)[:, None] * W + lanes
     for j in range(tail, shift + width, W):
-        _masked_gradient(ptr, out_ptr, j, shift, v, width, top, factor, spread, target, chosen, W)
+        _masked_gradient(
+            ptr, out_ptr, j, shift, v, width, top, factor, spread, target, chosen, cap, W, CAP
+        )
     for i in range(0, tail - single, W):
         at = tl.multiple_of(tail - W - i, 16) + lanes
         x = tl.load(ptr + at).to(tl.float32)
-        g = _gradient(x, at - shift, top, factor, spread, target, chosen)
+        g = _gradient(x, at - shift, top, factor, spread, target, chosen, cap, CAP)
         tl.store(out_ptr + at, g.to(out_ptr.dtype.element_ty))
     for i in range(0, single - wide, U * W):
         at = tl.multiple_of(single - U * W - i, 16) + unrolled
         x = tl.load(ptr + at).to(tl.float32)
-        g = _gradient(x, at - shift, top, factor, spread, target, chosen)
+        g = _gradient(x, at - shift, top, factor, spread, target, chosen, cap, CAP)
         tl.store(out_ptr + at, g.to(out_ptr.dtype.element_ty))
     for j in range(0, wide, W):
-        _masked_gradient(ptr, out_ptr, j, shift, v, width, top, factor, spread, target, chosen, W)
+        _masked_gradient(
+            ptr, out_ptr, j, shift, v, width, top, factor, spread, target, chosen, cap, W, CAP
+        )
 
 
 @triton.jit
@@ -175,8 +209,8 @@ def rows_of(ptr, out_ptr, row, stride, out_stride, ALIGNED: tl.constexpr):
 @triton.jit(do_not_specialize=["ignore_index"])
 def _cross_entropy_kernel(
     logits_ptr, grad_ptr, targets_ptr, scale_ptr, loss_ptr, stride, grad_stride, scale_stride, v,
-    width, ignore_index, label_smoothing, z_loss, GRAD: tl.constexpr, SMOOTH: tl.constexpr,
-    ALIGNED: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
+    width, ignore_index, label_smoothing, z_loss, cap, GRAD: tl.constexpr, SMOOTH: tl.constexpr,
+    CAP: tl.constexpr, ALIGNED: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
@@ -184,8 +218,8 @@ def _cross_entropy_kernel(
     known = (target >= 0) & (target < v)
     if counts & known:
         ptr, out_ptr, shift = rows_of(logits_ptr, grad_ptr, row, stride, grad_stride, ALIGNED)
-        hit = tl.load(logits_ptr + row * stride + target).to(tl.float32)
-        top, total, logit_sum = row_statistics(ptr, shift, v, U, W, SMOOTH)
+        hit = _cap(tl.load(logits_ptr + row * stride + target).to(tl.float32), cap, CAP)
+        top, total, logit_sum = row_statistics(ptr, shift, v, cap, U, W, SMOOTH, CAP)
         # A few scalars a row, in fp64: their roundings would be most of the loss's error.
         log_total = tl.log(total).to(tl.float64)
         lse = log_total + top
@@ -201,7 +235,7 @@ def _cross_entropy_kernel(
             chosen = (p - 1.0) + (extra * p + (label_smoothing - spread))
             write_gradient(
                 ptr, out_ptr, shift, v, width, top, scale * (1.0 + extra) / total, scale * spread,
-                target.to(tl.int32), scale * chosen, U // 2, W,
+                target.to(tl.int32), scale * chosen, cap, U // 2, W, CAP,
             )  # fmt: skip
     else:
         tl.store(loss_ptr + row, tl.where(counts, float("nan"), 0.0))
@@ -262,7 +296,7 @@ def scale_stride_of(scale: Tensor) -> int:
 
 def cross_entropy_rows(
     logits: Tensor, targets: Tensor, grad: Tensor | None, vocab_size: int, ignore_index: int,
-    label_smoothing: float, z_loss: float, scale: Tensor,
+    label_smoothing: float, z_loss: float, softcap: float, scale: Tensor,
 ) -> Tensor:  # fmt: skip
     """The loss of each row, [N] fp32; its gradient times scale ([] or [N]) in `grad`."""
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
@@ -271,7 +305,7 @@ def cross_entropy_rows(
         _cross_entropy_kernel, (logits.shape[0],),
         logits, out, targets, scale, losses, logits.stride(0), out.stride(0),
         scale_stride_of(scale), vocab_size, logits.shape[1], ignore_index, label_smoothing, z_loss,
-        GRAD=grad is not None, SMOOTH=label_smoothing != 0.0,
+        softcap, GRAD=grad is not None, SMOOTH=label_smoothing != 0.0, CAP=softcap != 0.0,
         ALIGNED=same_row_alignment(logits, out), **config_of(logits),
     )  # fmt: skip
     return losses
@@ -289,17 +323,18 @@ def multiply_rows(grad: Tensor, by: Tensor, out: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["ignore_index", "first"])
 def _cross_entropy_shard_kernel(
-    logits_ptr, targets_ptr, top_ptr, total_ptr, hit_ptr, stride, first, v, ignore_index,
-    U: tl.constexpr, W: tl.constexpr,
+    logits_ptr, targets_ptr, top_ptr, total_ptr, hit_ptr, stride, first, v, ignore_index, cap,
+    CAP: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
     if target != ignore_index:
         ptr, _, shift = rows_of(logits_ptr, logits_ptr, row, stride, stride, True)
-        top, total, _ = row_statistics(ptr, shift, v, U, W, False)
+        top, total, _ = row_statistics(ptr, shift, v, cap, U, W, False, CAP)
         local = target - first
         here = (local >= 0) & (local < v)
         hit = tl.load(logits_ptr + row * stride + local, mask=here, other=0.0).to(tl.float32)
+        hit = _cap(hit, cap, CAP)
         tl.store(top_ptr + row, tl.where(top == LOWEST, -float("inf"), top))
         tl.store(total_ptr + row, total)
         tl.store(hit_ptr + row, hit)
@@ -312,8 +347,8 @@ def _cross_entropy_shard_kernel(
 @triton.jit(do_not_specialize=["ignore_index", "first"])
 def _cross_entropy_shard_grad_kernel(
     logits_ptr, grad_ptr, targets_ptr, lse_ptr, scale_ptr, stride, grad_stride, scale_stride, first,
-    v, width, ignore_index, z_loss, INPLACE: tl.constexpr, ALIGNED: tl.constexpr, U: tl.constexpr,
-    W: tl.constexpr,
+    v, width, ignore_index, z_loss, cap, CAP: tl.constexpr, INPLACE: tl.constexpr,
+    ALIGNED: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
@@ -322,6 +357,7 @@ def _cross_entropy_shard_grad_kernel(
         local = target - first
         here = (local >= 0) & (local < v)
         hit = tl.load(logits_ptr + row * stride + local, mask=here, other=0.0).to(tl.float32)
+        hit = _cap(hit, cap, CAP)
         if INPLACE:  # every warp reads hit, and none may have written over it before
             tl.debug_barrier()
         lse = tl.load(lse_ptr + row)
@@ -331,13 +367,15 @@ def _cross_entropy_shard_grad_kernel(
         chosen = scale * ((p - 1.0) + extra * p)
         factor = scale * (1.0 + extra)
         column = tl.where(here, local, -1).to(tl.int32)
-        write_gradient(ptr, out_ptr, shift, v, width, lse, factor, 0.0, column, chosen, U, W)
+        write_gradient(
+            ptr, out_ptr, shift, v, width, lse, factor, 0.0, column, chosen, cap, U, W, CAP
+        )
     else:
         write_zeros(grad_ptr + row * grad_stride, width, W)
 
 
 def shard_fwd(
-    logits: Tensor, targets: Tensor, first: int, v: int, ignore_index: int
+    logits: Tensor, targets: Tensor, first: int, v: int, ignore_index: int, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(max, sum_exp, target_logit), [N] fp32."""
     top, total, hit = (
@@ -345,21 +383,21 @@ def shard_fwd(
     )
     launch(
         _cross_entropy_shard_kernel, (logits.shape[0],),
-        logits, targets, top, total, hit, logits.stride(0), first, v, ignore_index,
-        **config_of(logits),
+        logits, targets, top, total, hit, logits.stride(0), first, v, ignore_index, softcap,
+        CAP=softcap != 0.0, **config_of(logits),
     )  # fmt: skip
     return top, total, hit
 
 
 def shard_bwd(
     logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, grad: Tensor, first: int, v: int,
-    ignore_index: int, z_loss: float,
+    ignore_index: int, z_loss: float, softcap: float,
 ) -> None:  # fmt: skip
     """Fills grad [N, Vp], which may be logits."""
     launch(
         _cross_entropy_shard_grad_kernel, (logits.shape[0],),
         logits, grad, targets, lse, scale, logits.stride(0), grad.stride(0), scale_stride_of(scale),
-        first, v, logits.shape[1], ignore_index, z_loss,
+        first, v, logits.shape[1], ignore_index, z_loss, softcap, CAP=softcap != 0.0,
         INPLACE=grad is logits or grad.data_ptr() == logits.data_ptr() != 0,
         ALIGNED=same_row_alignment(logits, grad), **config_of(logits),
     )  # fmt: skip
@@ -377,22 +415,24 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     targets, scale, numbers = meta(8, dtype=torch.int64), meta(dtype=fp32), meta(8, dtype=fp32)
 
-    def rows(v: int, width: int, dtype: torch.dtype, smoothing: float, grad: bool) -> Any:
+    def rows(
+        v: int, width: int, dtype: torch.dtype, smoothing: float, grad: bool, cap: float = 0.0
+    ) -> Any:
         logits = meta(8, width, dtype=dtype)
-        how = logits if grad else None, v, -100, smoothing, 0.0, scale
+        how = logits if grad else None, v, -100, smoothing, 0.0, cap, scale
         return lambda: cross_entropy_rows(logits, targets, *how)
 
     def multiply(width: int, dtype: torch.dtype) -> Any:
         grad = meta(8, width, dtype=dtype)
         return lambda: multiply_rows(grad, scale, grad)
 
-    def shard(dtype: torch.dtype) -> Any:
+    def shard(dtype: torch.dtype, cap: float = 0.0) -> Any:
         logits = meta(8, 25216, dtype=dtype)
 
         def call() -> None:
-            shard_fwd(logits, targets, 25216, 25041, -100)
+            shard_fwd(logits, targets, 25216, 25041, -100, cap)
             for grad in (torch.empty_like(logits), logits):
-                shard_bwd(logits, targets, numbers, numbers, grad, 25216, 25041, -100, 0.0)
+                shard_bwd(logits, targets, numbers, numbers, grad, 25216, 25041, -100, 0.0, cap)
 
         return call
 
@@ -401,6 +441,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         ("padded bf16 smoothed", rows(50257, 50304, bf16, 0.1, True)),
         ("padded bf16 loss only", rows(50257, 50304, bf16, 0.0, False)),
         ("odd bf16", rows(50257, 50257, bf16, 0.0, True)),
+        ("padded bf16 softcap", rows(50257, 50304, bf16, 0.0, True, 15.0)),
         ("padded fp16", rows(50257, 50304, fp16, 0.0, True)),
         ("padded fp32", rows(50257, 50304, fp32, 0.0, True)),
         ("V=4096 bf16", rows(4096, 4096, bf16, 0.0, True)),
@@ -408,4 +449,5 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         ("multiply odd bf16", multiply(50257, bf16)),
         ("bf16", shard(bf16)),
         ("fp32", shard(fp32)),
+        ("bf16 softcap", shard(bf16, 15.0)),
     ]

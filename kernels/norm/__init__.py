@@ -70,7 +70,7 @@ def check(name: str, x: Tensor, **vectors: Tensor | None) -> None:
 
 
 def check_residual(
-    name: str, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None,
+    name: str, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None,
     x_bias: Tensor | None,
 ) -> None:  # fmt: skip
     """Checks x against residual; vectors as in check()."""
@@ -97,8 +97,8 @@ def check_residual(
 
 
 def _check_call(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, x_bias: Tensor | None,
-    eps: float, rms: bool,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    x_bias: Tensor | None, eps: float, rms: bool,
 ) -> None:  # fmt: skip
     """The checks of a call of the op. csrc/torch/norm.cpp is_usual() allows the same."""
     name = "rms_norm" if rms else "layer_norm"
@@ -131,13 +131,14 @@ def _run_residual(x, residual, weight, bias, x_bias, eps, rms, *mask):
 def _run_bwd(
     dy, dtotal, x, weight, stats, x_dtype, bias_dtype, x_bias_dtype, rms, *mask
 ):  # fmt: skip
-    """dx is empty if it would equal dtotal, dbias and dx_bias if their dtype is None."""
+    """dx is empty if it would equal dtotal, dweight without a weight, dbias and dx_bias if their
+    dtype is None."""
     dsum, dx, dweight, dbias, dx_bias = triton_module("norm.triton").layer_norm_bwd(
         dy, dtotal, x, weight, stats, *_all(mask), x_dtype, bias_dtype, x_bias_dtype, rms
     )
     dx = x.new_empty(0, dtype=x_dtype) if dx is None else dx
-    sums = (x.new_empty(0, dtype=torch.float32) if d is None else d for d in (dbias, dx_bias))
-    return dsum, dx, dweight, *sums
+    sums = dweight, dbias, dx_bias
+    return dsum, dx, *(x.new_empty(0, dtype=torch.float32) if d is None else d for d in sums)
 
 
 _NO_MASK = (None, 0, 0, None, (0, 0, 0))
@@ -175,7 +176,7 @@ def _bwd_fake(
     dx = _rows_like(x, x_dtype) if writes_dx else x.new_empty(0, dtype=x_dtype)
     sums = (
         x.new_empty(0 if dtype is None else x.shape[-1], dtype=dtype or torch.float32)
-        for dtype in (weight.dtype, bias_dtype, x_bias_dtype)
+        for dtype in (None if weight is None else weight.dtype, bias_dtype, x_bias_dtype)
     )
     return _rows_like(x, x.dtype), dx, *sums
 
@@ -185,29 +186,22 @@ _residual_layer_norm = define_kernels("residual_layer_norm", _run_residual, _res
 define_kernels("layer_norm_bwd", _run_bwd, _bwd_fake)
 
 
-def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
     """Composed from torch ops. torch's CUDA kernels want one dtype."""
     given = [t for t in (x, weight, bias) if t is not None]
     for t in given:
         check_dense("rms_norm" if rms else "layer_norm", "a tensor", t)
     same = all(t.dtype == x.dtype for t in given)
-    u, w, *b = given if same else (t.to(wide(x.dtype)) for t in given)
+    dtype = x.dtype if same else wide(x.dtype)
+    u, w, b = (None if t is None else t.to(dtype) for t in (x, weight, bias))
+    options = {"weight": w, "eps": eps, **({} if rms else {"bias": b})}
     function: Any = F.rms_norm if rms else F.layer_norm
-    return function(u, weight.shape, w, *b, eps=eps).to(x.dtype)
-
-
-def _or_ones(name: str, weight: Tensor | None, x: Tensor) -> Tensor:
-    """weight, or ones in its place: they change no bit, and no kernel needs a second form."""
-    if weight is not None:
-        return weight
-    check(name, x)
-    return x.new_ones(x.shape[-1:])
+    return function(u, x.shape[-1:], **options).to(x.dtype)
 
 
 def _plain(
     name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool
 ) -> Tensor:
-    weight = _or_ones(name, weight, x)
     if use_cpp(name, x) or use_triton(name, x):
         return _layer_norm(x, weight, bias, eps, rms)[0]
     _check_call(x, None, weight, bias, None, eps, rms)
@@ -219,7 +213,6 @@ def _after_residual(
     x_bias: Tensor | None, dropout_p: float, rng: Rng | None, eps: float, rms: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, residual_out)"""
-    weight = _or_ones(name, weight, residual)
     mask: tuple[Any, ...] = ()
     if dropout_p:
         _check_call(x, residual, weight, bias, x_bias, eps, rms)

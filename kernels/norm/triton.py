@@ -186,7 +186,8 @@ def _layer_norm_fwd_kernel(
     for k in tl.static_range(K):
         cols = k * CHUNK + tl.arange(0, CHUNK)
         y = values[k] * rstd - rest * rstd
-        y *= load_vector(weight_ptr, rows, cols, C, (k + 1) * CHUNK <= C)
+        if weight_ptr is not None:
+            y *= load_vector(weight_ptr, rows, cols, C, (k + 1) * CHUNK <= C)
         if bias_ptr is not None:
             y += load_vector(bias_ptr, rows, cols, C, (k + 1) * CHUNK <= C)
         store_rows(y_ptr, starts * C, cols, ok, y, C, (k + 1) * CHUNK <= C)
@@ -259,9 +260,9 @@ def _fwd_plan(
 
 
 def layer_norm_fwd(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, x_bias: Tensor | None,
-    key: Tensor | None, site: int, threshold: int, sample_rows: int | None, place: Sequence[int],
-    eps: float, rms: bool,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    x_bias: Tensor | None, key: Tensor | None, site: int, threshold: int, sample_rows: int | None,
+    place: Sequence[int], eps: float, rms: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """(y, residual_out, stats); see fastpar.kernels.norm."""
     device, C = x.device, x.shape[-1]
@@ -278,8 +279,8 @@ def layer_norm_fwd(
     residual, residual_step = (None, 0) if residual is None else flat_rows(residual, n, C)
     launch(
         _layer_norm_fwd_kernel, plan.grid,
-        x, residual, weight.contiguous(), None if bias is None else bias.contiguous(),
-        None if x_bias is None else x_bias.contiguous(), device_key(key, device), total, y, stats,
+        x, residual, *(None if v is None else v.contiguous() for v in (weight, bias, x_bias)),
+        device_key(key, device), total, y, stats,
         x_step, residual_step, n, *plan.places, site, threshold, 256.0 / (256 - threshold), eps,
         **plan.constants,
     )  # fmt: skip
@@ -337,7 +338,8 @@ def _layer_norm_bwd_rows_kernel(
             normal = normal - mean
         dy = load_rows(dy_ptr, starts * stride_dy_row, cols, ok, C, (k + 1) * CHUNK <= C)
         g = dy.to(tl.float32)
-        g *= load_vector(weight_ptr, rows, cols, C, (k + 1) * CHUNK <= C)
+        if weight_ptr is not None:
+            g *= load_vector(weight_ptr, rows, cols, C, (k + 1) * CHUNK <= C)
         slope += g * (normal * rstd)
         offset += g
     slope, offset = row_means(slope, offset, C, SIDE)
@@ -386,15 +388,19 @@ def _layer_norm_bwd_kernel(
                 normal = normal - mean
             normal = normal * rstd
             dy = dys[k].to(tl.float32)
-            new_dweight = new_dweight + (dweight[k] + dy * normal,)
+            if weight_ptr is not None:
+                new_dweight = new_dweight + (dweight[k] + dy * normal,)
             if DBIAS:
                 new_dbias = new_dbias + (dbias[k] + dy,)
-            g = dy * load_vector(weight_ptr, rows, cols, C, WHOLE and (k + 1) * CHUNK <= C)
+            g = dy
+            if weight_ptr is not None:
+                g = dy * load_vector(weight_ptr, rows, cols, C, WHOLE and (k + 1) * CHUNK <= C)
             slope += g * normal
             offset += g
             normals = normals + (normal,)
             gs = gs + (g,)
-        dweight = new_dweight
+        if weight_ptr is not None:
+            dweight = new_dweight
         if DBIAS:
             dbias = new_dbias
         if slope_ptr is None:
@@ -428,14 +434,17 @@ def _layer_norm_bwd_kernel(
         dys, given, xs, mean, rstd = next_dys, next_given, next_xs, next_mean, next_rstd
 
     programs = tl.num_programs(0)
+    WEIGHT: tl.constexpr = weight_ptr is not None
     at = partial_ptr + tl.program_id(0) * C
     for k in tl.static_range(K):
         cols = first_col + k * CHUNK + tl.arange(0, CHUNK)
-        tl.store(at + cols, tl.sum(dweight[k], 0), mask=cols < C)
+        if WEIGHT:
+            tl.store(at + cols, tl.sum(dweight[k], 0), mask=cols < C)
         if DBIAS:
-            tl.store(at + programs * C + cols, tl.sum(dbias[k], 0), mask=cols < C)
+            out = at + (0 + WEIGHT) * programs * C + cols
+            tl.store(out, tl.sum(dbias[k], 0), mask=cols < C)
         if DX_BIAS:
-            out = at + (1 + DBIAS) * programs * C + cols
+            out = at + (WEIGHT + DBIAS) * programs * C + cols
             tl.store(out, tl.sum(dx_bias[k], 0), mask=cols < C)
 
 
@@ -493,12 +502,12 @@ class BwdPlan(NamedTuple):
 
 @functools.lru_cache(4096)
 def _bwd_plan(
-    shape: tuple[int, ...], itemsize: int, bias: bool, x_bias: bool, given: bool, rms: bool,
-    masked: bool, sample_rows: int | None, place: tuple[int, ...], how: Config, sms: int,
+    shape: tuple[int, ...], itemsize: int, weight: bool, bias: bool, x_bias: bool, given: bool,
+    rms: bool, masked: bool, sample_rows: int | None, place: tuple[int, ...], how: Config, sms: int,
 ) -> BwdPlan:  # fmt: skip
-    """bias, x_bias: whether their gradients are requested; given: whether dtotal is."""
+    """weight, bias, x_bias: whether their gradients are requested; given: whether dtotal is."""
     *rows, C = shape
-    n, sums, blocks = math.prod(rows), 1 + bias + x_bias, cdiv(C, _WIDE)
+    n, sums, blocks = math.prod(rows), weight + bias + x_bias, cdiv(C, _WIDE)
     width = cdiv(C, blocks)
     tile, programs, registers = bwd_tile_of(width, itemsize, sums, 2 + given, rms, how)
     programs = min(cdiv(n, tile.rows), cdiv(programs * sms, blocks))
@@ -511,50 +520,53 @@ def _bwd_plan(
 
 
 def layer_norm_bwd(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, stats: Tensor, key: Tensor | None,
-    site: int, threshold: int, sample_rows: int | None, place: Sequence[int], x_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None, x_bias_dtype: torch.dtype | None, rms: bool,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
+    key: Tensor | None, site: int, threshold: int, sample_rows: int | None, place: Sequence[int],
+    x_dtype: torch.dtype, bias_dtype: torch.dtype | None, x_bias_dtype: torch.dtype | None,
+    rms: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(dtotal, dx, dweight, dbias, dx_bias); see fastpar.kernels.norm."""
     device, C = x.device, x.shape[-1]
     plan = _bwd_plan(
-        x.shape, x.element_size(), bias_dtype is not None, x_bias_dtype is not None,
-        dtotal is not None, rms, key is not None, sample_rows, tuple(place),
-        TABLE.get(gpu_arch(device)), sm_count(device),
+        x.shape, x.element_size(), weight is not None, bias_dtype is not None,
+        x_bias_dtype is not None, dtotal is not None, rms, key is not None, sample_rows,
+        tuple(place), TABLE.get(gpu_arch(device)), sm_count(device),
     )  # fmt: skip
     n = plan.n
     dsum = torch.empty_like(x, memory_format=torch.contiguous_format)
     writes_dx = key is not None or x_dtype != x.dtype
     dx = torch.empty_like(dsum, dtype=x_dtype) if writes_dx else None
-    weight = weight.contiguous()
-    like, dtypes = torch.empty_like if n else torch.zeros_like, (bias_dtype, x_bias_dtype)
-    dbias, dx_bias = (None if d is None else like(weight, dtype=d) for d in dtypes)
-    dweight = like(weight)
+    new, given_dtype = x.new_empty if n else x.new_zeros, None if weight is None else weight.dtype
+    dweight, dbias, dx_bias = (
+        None if dtype is None else new(C, dtype=dtype)
+        for dtype in (given_dtype, bias_dtype, x_bias_dtype)
+    )
     sums = [t for t in (dweight, dbias, dx_bias) if t is not None]
     if not n:
         return dsum, dx, dweight, dbias, dx_bias
     (dy, dy_step), (x, x_step) = flat_rows(dy, n, C), flat_rows(x, n, C)
     given, given_step = (None, 0) if dtotal is None else flat_rows(dtotal, n, C)
+    vector = None if weight is None else weight.contiguous()
     slope, offset, wide = None, None, plan.wide
     if wide is not None:
         slope = x.new_empty(n, dtype=torch.float32)
         offset = None if rms else torch.empty_like(slope)
         launch(
             _layer_norm_bwd_rows_kernel, (cdiv(n, wide.rows),),
-            dy, x, weight, stats, slope, offset, dy_step, x_step, n,
+            dy, x, vector, stats, slope, offset, dy_step, x_step, n,
             C=C, CHUNK=wide.chunk, ROWS=wide.rows, SIDE=wide.side, RMS=rms,
             num_warps=wide.num_warps,
         )  # fmt: skip
     partials = stats.new_empty((len(sums), plan.grid[0], C))
     launch(
         _layer_norm_bwd_kernel, plan.grid,
-        dy, given, x, weight, stats, slope, offset, device_key(key, device), dsum, dx, partials,
+        dy, given, x, vector, stats, slope, offset, device_key(key, device), dsum, dx, partials,
         dy_step, given_step, x_step, n, *plan.places, site, threshold, 256.0 / (256 - threshold),
         **plan.constants,
     )  # fmt: skip
     launch(
         _layer_norm_bwd_sum_kernel, plan.sum_grid,
-        partials, *sums, *(None, None, None)[len(sums) :], plan.grid[0],
+        partials, *sums, *(partials, None, None)[len(sums) :], plan.grid[0],
         C=C, BLOCK_P=128, BLOCK_C=16, num_warps=4,
     )  # fmt: skip
     return dsum, dx, dweight, dbias, dx_bias
@@ -567,12 +579,13 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     def call(
         C: int, dtype: torch.dtype = bf16, x_dtype: torch.dtype | None = None,
         residual: bool = False, dropout: bool = False, rms: bool = False,
-        sample_rows: int | None = None, moved: tuple[int, int] = (0, 0),
+        sample_rows: int | None = None, moved: tuple[int, int] = (0, 0), weighted: bool = True,
     ) -> Callable[[], Any]:  # fmt: skip
         """Forward and backward; residual: with x_bias."""
         narrow = x_dtype or dtype
         x, dy = (meta(8, 1024, C, dtype=d) for d in (narrow, dtype))
-        weight, stats = dy.new_empty(C), dy.new_empty((2 - rms, 8 * 1024), dtype=torch.float32)
+        weight = dy.new_empty(C) if weighted else None
+        stats = dy.new_empty((2 - rms, 8 * 1024), dtype=torch.float32)
         key, threshold = (x.new_empty(2, dtype=torch.int64), 26) if dropout else (None, 0)
         stream, x_bias = (dy, x.new_empty(C)) if residual else (None, None)
         mask = key, 1, threshold, sample_rows, (0, *moved)
@@ -594,6 +607,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         ("bf16 1600 residual dropout", call(1600, residual=True, dropout=True)),
         ("fp16 768 rms", call(768, f16, rms=True)),
         ("bf16 1600 rms residual", call(1600, residual=True, rms=True)),
+        ("bf16 1600 rms no weight", call(1600, rms=True, weighted=False)),
         ("fp32 768 residual dropout", call(768, f32, residual=True, dropout=True)),
         ("bf16 on fp32 1600 residual", call(1600, f32, bf16, residual=True)),
         ("bf16 16384 residual dropout", call(16384, residual=True, dropout=True)),

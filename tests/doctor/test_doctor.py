@@ -426,6 +426,19 @@ def test_an_old_gpu_is_refused_by_name_before_a_kernel_is_tried(monkeypatch):
         run_doctor(device="cuda")
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("gpt2", {"residual_layer_norm": 768, "bias_gelu": 3072, "attention": 64}),
+        ("nanochat-d12", {"residual_rms_norm": 768, "relu2": 3072, "rope": 128}),
+        ("qwen3-0.6b", {"rms_norm": 1024, "swiglu": 6144, "rope": 128, "attention_masked": 128}),
+    ],
+)
+def test_the_cases_of_a_model_are_its_blocks(name, sizes):
+    found = doctor.cases_of_model("cpu", torch.float32, GPTConfig.preset(name))
+    assert sizes.items() <= {case.op: case.size for case in found}.items()
+
+
 # Patched models
 
 SIZES = {name: value for name, value in ARGS.items() if name != "dropout"}

@@ -76,7 +76,7 @@ def test_the_report_names_only_what_can_run_and_why_not(monkeypatch):
     assert not re.search(r"triton: |\.cu\n", text)
     own = {name for name in kernels.__all__ if name[0].islower()} - {
         "draw_key", "keep_mask", "make_key", "quantize_p", "keep_freed_memory", "gelu_mlp",
-        "activation",
+        "activation", "rope_turns",
     }  # fmt: skip
     assert {name.split("_qkv")[0].replace("_flat", "") for name in own} <= set(backend.OPS)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
@@ -128,7 +128,11 @@ def test_a_gpu_without_kernels_is_refused(monkeypatch, hip, capability, message)
 def test_the_compiled_module_checks_what_it_writes():
     """A wrong dtype, size or layout would reach memory that is another's."""
     x, y, q = torch.zeros(6, 4), torch.zeros(6, 4), torch.zeros(1, 3, 2, 16)
-    targets, one, rows = torch.zeros(6, dtype=torch.int64), torch.ones(()), (4, -100, 0.0, 0.0, 1)
+    targets, one, rows = (
+        torch.zeros(6, dtype=torch.int64),
+        torch.ones(()),
+        (4, -100, 0.0, 0.0, 0.0, 1),
+    )
     grads, stats = (q.clone(), q.clone()[:, :2], q.clone()), torch.zeros(1, 2, 3, 2)
     gelu, loss = _C.bias_gelu_fwd, _C.cross_entropy_rows
     for words, call, *args in (

@@ -25,6 +25,7 @@ from fastpar.kernels.philox import make_key
 
 # rows, last dimension; interpreted kernels cost by their programs
 SIZES = {"attention": (64, 40), "attention_masked": (64, 40), "adamw_step_": (7, 501)}
+SIZES["rope"] = (24, 40)
 SIZES |= dict.fromkeys(("cross_entropy", "linear_cross_entropy"), (40, 250))
 INTERPRETED = {"attention": (40, 16), "attention_masked": (20, 16), "dropout": (3, 40)}
 INTERPRETED |= dict.fromkeys(("cross_entropy", "linear_cross_entropy"), (11, 250))
@@ -216,7 +217,8 @@ EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 OPS = ("attention", "layer_norm", "rms_norm", "residual_layer_norm", "residual_rms_norm",
        "bias_gelu", "relu2", "swiglu", "gelu_mlp", "embedding", "linear", "cross_entropy",
-       "linear_cross_entropy", "adamw_step_", "permute", "combine", "grouped_linear")  # fmt: skip
+       "linear_cross_entropy", "adamw_step_", "rope", "permute",
+       "combine", "grouped_linear")  # fmt: skip
 
 
 @pytest.mark.parametrize("op", OPS)

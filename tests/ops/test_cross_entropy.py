@@ -227,10 +227,29 @@ def test_inplace_is_noticed_by_whoever_needs_the_logits():
             loss.backward()
 
 
+@sweep("dtype", [torch.float32, torch.bfloat16])
+def test_a_softcap_holds_logits_of_any_size(dtype, form):
+    """From 1e-3 to far beyond the cap, where gradients end."""
+    scales = torch.tensor([1e-3, 1.0, 100.0, 1e4])[:, None]
+    logits = (torch.randn(4, 300) * scales).to(form, dtype).requires_grad_()
+    targets = torch.tensor([3, 50, 299, 0], device=form)
+    options = {"reduction": "none", "softcap": 15.0}
+    losses = cross_entropy(logits, targets, **options)
+    grad = torch.autograd.grad(losses.sum(), logits)[0]
+    wide = logits.detach().double().requires_grad_()
+    want = cross_entropy_ref(wide, targets, **options)
+    exact = torch.autograd.grad(want.sum(), wide)[0]
+    # Losses: a few roundings of a logit of at most 15. Gradients: those of one of at most 1, and
+    # of the dtype.
+    torch.testing.assert_close(losses.detach().double(), want.detach(), rtol=0, atol=1e-5)
+    limit = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 2e-6}
+    torch.testing.assert_close(grad.double(), exact, **limit)
+
+
 @each_loss
 def test_no_gradient_is_made_where_none_is_needed(make):
     *leaves, targets = make(20, 70)
-    given, options = [x.detach() for x in leaves], (targets, 70, -100, "mean", 0.0, 0.0)
+    given, options = [x.detach() for x in leaves], (targets, 70, -100, "mean", 0.0, 0.0, 0.0)
     if make is of_logits:
         outputs = torch.ops.fastpar.cross_entropy(*given, *options, False)
     else:
@@ -322,8 +341,8 @@ def test_never_holds_all_logits(choice, reduction, monkeypatch):
     x, weight, targets = of_products(400, 300, c=4)
     inputs = (x.detach(), weight.detach(), targets, 300, -100)
     with StepMemory(x.device, alive_bytes=0) as memory:
-        linear_cross_entropy_fwd(*inputs, reduction, 0.0, 0.0, 40, True, True, None)
-        linear_cross_entropy_bwd(torch.ones(400), *inputs, 0.0, 0.0, 40, True, True)
+        linear_cross_entropy_fwd(*inputs, reduction, 0.0, 0.0, 0.0, 40, True, True, None)
+        linear_cross_entropy_bwd(torch.ones(400), *inputs, 0.0, 0.0, 0.0, 40, True, True)
     assert 0 < memory.peak_bytes < 4 * 400 * 300 / 2  # logits of chunks of 40 rows
 
 
@@ -367,18 +386,22 @@ def test_the_weights_gradient_is_made_where_it_was_saved_unless_the_graph_is_kep
 # Shards of the vocabulary
 
 
-@sweep(("cuts", "z_loss"), [((500,), 0.01), ((333, 700), 0.0), ((1, 999), 0.01)])
-def test_shards_make_the_whole_loss(cuts, z_loss):
+@sweep(
+    ("cuts", "z_loss", "softcap"),
+    [((500,), 0.01, 0.0), ((333, 700), 0.0, 2.0), ((1, 999), 0.01, 0.0), ((500,), 0.01, 3.0)],
+)
+def test_shards_make_the_whole_loss(cuts, z_loss, softcap):
     """Oracles of two and three shards, as the ranks that own the columns between the cuts find
     them, the last with padding. What the kernels find is the oracles': test_cases.py."""
     logits, targets = of_logits(9, 1000, dtype=torch.float64)
     targets[1] = 989
     targets.clamp_(max=989)
     losses, grad = gradients(
-        logits, targets, oracle=True, reduction="none", z_loss=z_loss, vocab_size=990
-    )
+        logits, targets, oracle=True, reduction="none", z_loss=z_loss, softcap=softcap,
+        vocab_size=990,
+    )  # fmt: skip
     owned = [
-        (logits.detach()[:, a:b], {"first": a, "vocab_size": 990})
+        (logits.detach()[:, a:b], {"first": a, "vocab_size": 990, "softcap": softcap})
         for a, b in itertools.pairwise([0, *cuts, 1000])
     ]
     parts = [cross_entropy_shard_ref(part, targets, **options) for part, options in owned]
@@ -480,6 +503,8 @@ OF_LOSSES = [
     (r"expected label_smoothing in \[0, 1\]", {"label_smoothing": 1.5}),
     ("expected a finite z_loss >= 0, got z_loss=-1.0", {"z_loss": -1.0}),
     ("expected a finite z_loss >= 0, got z_loss=nan", {"z_loss": torch.nan}),
+    ("expected a finite softcap >= 0, got softcap=-1.0", {"softcap": -1.0}),
+    ("expected a finite softcap >= 0, got softcap=inf", {"softcap": torch.inf}),
     (r"expected targets in \[0, 19\) .* got targets\[0\]=19",
      {"targets": TARGETS + 19, "vocab_size": 19}),
     (r"expected targets .* got targets\[0\]=-1", {"targets": TARGETS - 1}),
@@ -550,7 +575,7 @@ def test_targets_out_of_range_are_safe_in_triton(triton_device):
     view.copy_(torch.randn(5, 40))
     targets = torch.tensor([3, 40, -1, 2**40, -(2**40)]).to(triton_device)
     one = torch.ones((), device=triton_device)
-    losses = triton.cross_entropy_rows(view, targets, view, 40, -100, 0.1, 0.01, one)
+    losses = triton.cross_entropy_rows(view, targets, view, 40, -100, 0.1, 0.01, 0.0, one)
     assert losses.isnan().tolist() == [False, True, True, True, True]
     assert view[0].any()
     assert not view[1:].any()

@@ -47,6 +47,7 @@ def cases(
     bounds = torch.tensor([0, T // 2, T], dtype=torch.int32, device=device)
     x, vector = new(B, T, C), new(C)
     heads, packed, matrix = new(B, T, H, D), new(T, H, D), new(V, C)
+    turns = kernels.rope_turns(torch.arange(T, device=device), 100.0, D)
     dropped, rows = {"dropout_p": 0.25, "rng": RNG}, {"reduction": "none"}
     table = [
         ("layer_norm", kernels.layer_norm, {}, x, vector, new(C)),
@@ -58,6 +59,9 @@ def cases(
         ("bias_gelu, erf", kernels.bias_gelu, {"approximate": "none"}, x, vector),
         ("relu2", functools.partial(kernels.activation, kind="relu2"), {}, x, vector),
         ("swiglu", functools.partial(kernels.activation, kind="swiglu"), {}, x, vector),
+        ("rope", lambda x, q, k, **how: kernels.rope(x, q_weight=q, k_weight=k, **how),
+         {"turns": turns, "norm": True}, new(B, T, 3, H, D), new(D), new(D)),
+        ("rope, no norm", kernels.rope, {"turns": turns}, new(B, T, 3, H, D)),
         ("dropout", kernels.dropout, {"p": 0.25, "rng": RNG}, x),
         ("linear", kernels.linear, {}, x, matrix, new(V)),
         ("attention", kernels.attention, {}, heads, heads + 1, heads + 2),
@@ -271,7 +275,7 @@ def relaid(t: Tensor, rows: bool) -> list[Tensor]:
 
 
 WITH_TRITON = (
-    *("layer_norm", "rms_norm", "residual", "bias_gelu", "relu2", "swiglu", "dropout"),
+    *("layer_norm", "rms_norm", "residual", "bias_gelu", "relu2", "swiglu", "rope", "dropout"),
     *("attention", "cross_entropy", "embedding"),
 )
 

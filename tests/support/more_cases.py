@@ -8,6 +8,7 @@ from fastpar.kernels.cases import OpCase, P
 FEW_LOSSES = {
     "sum": {"reduction": "sum"},
     "both": {"label_smoothing": 1.0, "z_loss": 0.1},
+    "softcap of all": {"softcap": 1.5, "label_smoothing": 0.1, "z_loss": 0.1, "reduction": "none"},
     "both, each": {"label_smoothing": 0.2, "z_loss": 1e-3, "reduction": "none"},
     "another index": {"ignore_index": 3},
 }
@@ -33,6 +34,17 @@ def gelus(rows: int, size: int, device: str) -> Iterator[OpCase]:
         yield cases.gelu(0, size, form)
         yield cases.gelu(min(rows, 33), 65, form, how="fp32 bias")
         yield cases.gelu(min(rows, 300), 17, form, 3.0)
+
+
+def ropes(rows: int, size: int, device: str) -> Iterator[OpCase]:
+    T, one = min(rows, 21), cases.rope_case
+    for how in ({}, {"norm": True, "weights": "fp32"}):
+        yield one(3, T, 2, 2, 16, device, documents=True, **how)
+        yield one(1, 1, 1, 1, 2, device, **how)
+        yield one(2, 0, 1, 2, 8, device, **how)
+    yield one(2, T, 1, 2, 40, device, turned=False)
+    yield one(2, T, 1, 5, 64, device, turned=False, norm=True)
+    yield one(1, min(rows, 40), 4, 3, 128, device, norm=True, weights="own")
 
 
 def activations(rows: int, size: int, device: str) -> Iterator[OpCase]:
@@ -126,6 +138,7 @@ MORE = {  # maker of kernels/cases.py -> more of its kind
     cases.norms: norms,
     cases.gelus: gelus,
     cases.activations: activations,
+    cases.ropes: ropes,
     cases.mlps: lambda N, C, device: [cases.mlp(N, C, last_bias=False)],
     cases.losses: losses,
     cases.shards_of_losses: shards_of_losses,

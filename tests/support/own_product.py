@@ -22,5 +22,6 @@ def use_own_product(monkeypatch: pytest.MonkeyPatch) -> None:
         in_memory(out).copy_(out + product if accumulate else product)
 
     module = importlib.import_module("fastpar.kernels.linear")
+    monkeypatch.setattr(module, "has_gemm", True)
     monkeypatch.setattr(module, "use_gemm", lambda x, *_, **__: x.dtype == torch.float32)
     monkeypatch.setattr(module._C, "gemm", gemm)

@@ -15,6 +15,8 @@ Source: Shoeybi et al. 2019, arXiv 1909.08053, section 3 (Korthikanti et al. 202
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -85,6 +87,7 @@ def _loss_fwd(
     vocab_size: int,
     ignore_index: int,
     reduction: str,
+    softcap: float,
     chunk_rows: int,
     need_dx: bool,
     need_dweight: bool,
@@ -104,7 +107,8 @@ def _loss_fwd(
     losses = torch.empty(n, dtype=wide, device=x.device)
     dx = torch.empty_like(x) if need_dx else x.new_empty(0)
     dweight = None
-    of_classes = {"first": first, "vocab_size": vocab_size, "ignore_index": ignore_index}
+    of_classes: dict[str, Any] = {"first": first, "vocab_size": vocab_size}
+    of_classes |= {"ignore_index": ignore_index, "softcap": softcap}
     for start in range(0, n, rows):
         part = slice(start, start + rows)
         out = workspace("logits", x[part].shape[0], weight.shape[0], x)
@@ -134,7 +138,7 @@ def _join(mine: tuple[Tensor, Tensor, Tensor], tp: TensorParallel) -> tuple[Tens
 
 
 def _loss_fake(x, weight, targets, *options):
-    need_dx, need_dweight = options[4:6]
+    need_dx, need_dweight = options[5:7]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = targets.shape[0]
     dx = x.new_empty((rows, weight.shape[1]) if need_dx else (0,))
@@ -144,7 +148,8 @@ def _loss_fake(x, weight, targets, *options):
 
 _loss = define_op(
     "vocab_linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
-    "int ignore_index, str reduction, SymInt chunk_rows, bool need_dx, bool need_dweight, int tp)"
+    "int ignore_index, str reduction, float softcap, SymInt chunk_rows, bool need_dx, "
+    "bool need_dweight, int tp)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _loss_fwd,
     _loss_fake,
@@ -175,7 +180,7 @@ _sum_dx_op = define_op(
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.need_dx, ctx.need_dweight, ctx.number = inputs[7:]
+    ctx.need_dx, ctx.need_dweight, ctx.number = inputs[8:]
     _, dx, dweight, factor = output
     ctx.mark_non_differentiable(dx, dweight, factor)
     ctx.set_materialize_grads(False)
@@ -191,7 +196,7 @@ def _backward(ctx, dloss, *_):
     grad_weight = None
     if ctx.need_dweight:
         grad_weight = scaled(dweight, by, ctx.dtype, saved=True)
-    return grad_x, grad_weight, *[None] * 8
+    return grad_x, grad_weight, *[None] * 9
 
 
 define_autograd(_loss, _setup_context, _backward)
@@ -206,6 +211,7 @@ def vocab_linear_cross_entropy(
     vocab_size: int,
     ignore_index: int = -100,
     reduction: str = "mean",
+    softcap: float = 0.0,
     chunk_rows: int | None = None,
 ) -> Tensor:
     """linear_cross_entropy with a weight whose rows are split over tp; see the top of the file.
@@ -216,6 +222,7 @@ def vocab_linear_cross_entropy(
         targets: [...] of all tokens, int64, in [0, vocab_size) or ignore_index; the same on all.
         vocab_size: V <= Vp, of the whole vocabulary.
         reduction: "mean" over the targets that are not ignored, or "sum".
+        softcap: as in kernels.cross_entropy.
         chunk_rows: rows whose logits exist at once. Default: chosen by traffic.
     Returns:
         loss: [] fp32 (fp64 of fp64), the same on all ranks.
@@ -248,6 +255,7 @@ def vocab_linear_cross_entropy(
         vocab_size,
         ignore_index,
         reduction,
+        float(softcap),
         chunk_rows or 0,
         grad and x.requires_grad,
         grad and weight.requires_grad,
