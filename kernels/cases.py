@@ -395,7 +395,7 @@ def rope_case(
     ) -> tuple[Tensor, ...]:
         """The usual steps of a model."""
         *q, k, v = qkv.unbind(-3)
-        q_k = torch.stack(q, -2).flatten(-3, -2), k
+        q_k: tuple[Tensor, ...] = torch.stack(q, -2).flatten(-3, -2), k
         if norm:
             pairs = zip(q_k, (q_weight, k_weight))
             q_k = tuple(_stock_norm(x, weight, rms=True) for x, weight in pairs)

@@ -104,6 +104,10 @@ def _fake(qkv, turns, q_weight, k_weight, norm, eps):
     return tuple(qkv.new_empty((*lead, heads, D)) for heads in ((many - 2) * G, G, G))
 
 
+def _run_bwd(*args):
+    return triton_module("rope_triton").rope_bwd(*args)
+
+
 def _bwd_fake(dq, dk, dv, qkv, turns, q_weight, k_weight, norm, eps):
     *lead, G, D = dv.shape
     sums = (
@@ -114,7 +118,7 @@ def _bwd_fake(dq, dk, dv, qkv, turns, q_weight, k_weight, norm, eps):
 
 
 _rope = define_kernels("rope", _run, _fake)
-define_kernels("rope_bwd", lambda *args: triton_module("rope_triton").rope_bwd(*args), _bwd_fake)
+define_kernels("rope_bwd", _run_bwd, _bwd_fake)
 
 
 # Composed of torch's ops.

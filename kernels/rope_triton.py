@@ -39,24 +39,36 @@ def _weights(q_ptr, k_ptr, cols, inside, is_q):
 
 
 @triton.jit
+def _inside(there, cols, size, D: tl.constexpr, HALF: tl.constexpr):
+    """The mask of a half: of whole rows where the tile has no other columns, so that accesses are
+    of 16 bytes."""
+    inside = there
+    if 2 * HALF != D:
+        inside = there & (cols < size)[None, :]
+    return inside
+
+
+@triton.jit
 def _rstd(x1, x2, D, eps):
     return tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
 
 
 @triton.jit(do_not_specialize=["P", "eps"])
 def _rope_fwd_kernel(
-    qkv_ptr, turns_ptr, q_weight_ptr, k_weight_ptr, q_ptr, k_ptr, v_ptr, P, M, R, G, D, eps,
-    HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
-    WEIGHTS: tl.constexpr,
+    qkv_ptr, turns_ptr, q_weight_ptr, k_weight_ptr, q_ptr, k_ptr, v_ptr, P, M, eps,
+    R: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    NORM: tl.constexpr, TURN: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     heads = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)
     row, in_q, in_k, is_q, is_k, is_v = _places(heads, (R + 2) * G, R, G, D)
-    half = tl.cdiv(D, 2)
+    half: tl.constexpr = (D + 1) // 2
     cols, there = tl.arange(0, HALF), (heads < P)[:, None]
     first, second = cols < half, cols < D - half
+    in_1 = _inside(there, cols, half, D, HALF)
+    in_2 = _inside(there, cols, D - half, D, HALF)
     at = heads[:, None] * D + cols[None, :]
-    x1 = tl.load(qkv_ptr + at, mask=there & first[None, :], other=0.0).to(tl.float32)
-    x2 = tl.load(qkv_ptr + half + at, mask=there & second[None, :], other=0.0).to(tl.float32)
+    x1 = tl.load(qkv_ptr + at, mask=in_1, other=0.0).to(tl.float32)
+    x2 = tl.load(qkv_ptr + half + at, mask=in_2, other=0.0).to(tl.float32)
     y1, y2 = x1, x2
     if NORM:
         rstd = _rstd(x1, x2, D, eps)
@@ -66,14 +78,14 @@ def _rope_fwd_kernel(
             y2 *= _weights(q_weight_ptr + half, k_weight_ptr + half, cols, second, is_q)
     if TURN:
         turn = turns_ptr + (row % M)[:, None] * D + cols[None, :]
-        c = tl.load(turn, mask=there & first[None, :], other=0.0)
-        s = tl.load(turn + half, mask=there & first[None, :], other=0.0)
+        c = tl.load(turn, mask=in_1, other=0.0)
+        s = tl.load(turn + half, mask=in_1, other=0.0)
         y1, y2 = y1 * c - y2 * s, y2 * c + y1 * s
     y1, y2 = tl.where(is_v[:, None], x1, y1), tl.where(is_v[:, None], x2, y2)
     y1, y2 = y1.to(q_ptr.dtype.element_ty), y2.to(q_ptr.dtype.element_ty)
     for i in tl.static_range(2):
         y = y1 if i == 0 else y2
-        inside = there & (first if i == 0 else second)[None, :]
+        inside = in_1 if i == 0 else in_2
         col = (cols + i * half)[None, :]
         tl.store(q_ptr + in_q[:, None] + col, y, mask=inside & is_q[:, None])
         tl.store(k_ptr + in_k[:, None] + col, y, mask=inside & is_k[:, None])
@@ -91,12 +103,13 @@ def _load_gradient(dq_ptr, dk_ptr, dv_ptr, in_q, in_k, is_q, is_k, is_v, inside)
 @triton.jit(do_not_specialize=["P", "heads_per_program", "eps"])
 def _rope_bwd_kernel(
     dq_ptr, dk_ptr, dv_ptr, qkv_ptr, turns_ptr, q_weight_ptr, k_weight_ptr, dqkv_ptr, partial_ptr,
-    P, heads_per_program, M, R, G, D, eps, HEADS: tl.constexpr, HALF: tl.constexpr,
-    NORM: tl.constexpr, TURN: tl.constexpr, WEIGHTS: tl.constexpr,
+    P, heads_per_program, M, eps, R: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
+    WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0).to(tl.int64) * heads_per_program
     end = tl.minimum(begin + heads_per_program, P)
-    half = tl.cdiv(D, 2)
+    half: tl.constexpr = (D + 1) // 2
     cols = tl.arange(0, HALF)
     first, second = cols < half, cols < D - half
     if WEIGHTS:
@@ -108,7 +121,8 @@ def _rope_bwd_kernel(
         heads = start + tl.arange(0, HEADS)
         row, in_q, in_k, is_q, is_k, is_v = _places(heads, (R + 2) * G, R, G, D)
         there = (heads < end)[:, None]
-        in_1, in_2 = there & first[None, :], there & second[None, :]
+        in_1 = _inside(there, cols, half, D, HALF)
+        in_2 = _inside(there, cols, D - half, D, HALF)
         q_at, k_at = in_q[:, None] + cols[None, :], in_k[:, None] + cols[None, :]
         dy1 = _load_gradient(dq_ptr, dk_ptr, dv_ptr, q_at, k_at, is_q, is_k, is_v, in_1)
         dy2 = _load_gradient(
@@ -179,9 +193,9 @@ def rope_fwd(
     launch(
         _rope_fwd_kernel, (cdiv(P, heads),),
         qkv, qkv if rows is None else rows, w_q, w_k, q, k, v,
-        P, 1 if rows is None else len(rows), many - 2, G, D, float(eps),
-        HEADS=heads, HALF=half, NORM=norm, TURN=rows is not None, WEIGHTS=q_weight is not None,
-        num_warps=4,
+        P, 1 if rows is None else len(rows), float(eps),
+        R=many - 2, G=G, D=D, HEADS=heads, HALF=half, NORM=norm, TURN=rows is not None,
+        WEIGHTS=q_weight is not None, num_warps=4,
     )  # fmt: skip
     return q, k, v
 
@@ -208,8 +222,9 @@ def rope_bwd(
         _rope_bwd_kernel, (programs,),
         dq, dk, dv, dqkv if qkv is None else qkv.contiguous(), dqkv if rows is None else rows,
         w_q, w_k, dqkv, partial,
-        P, per_program, 1 if rows is None else len(rows), R, G, D, float(eps),
-        HEADS=heads, HALF=half, NORM=norm, TURN=rows is not None, WEIGHTS=weighted, num_warps=4,
+        P, per_program, 1 if rows is None else len(rows), float(eps),
+        R=R, G=G, D=D, HEADS=heads, HALF=half, NORM=norm, TURN=rows is not None, WEIGHTS=weighted,
+        num_warps=4,
     )  # fmt: skip
     if q_weight is None or k_weight is None:
         return dqkv, partial, dv.new_empty(0, dtype=torch.float32)

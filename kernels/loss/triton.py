@@ -404,9 +404,10 @@ def shard_bwd(
 
 
 AOT_EXEMPT = {
-    "_cross_entropy_shard_grad_kernel bf16": {
+    f"_cross_entropy_shard_grad_kernel {label}": {
         "16-byte loads": "only the masked first and last tile of a row are loaded by element"
     }
+    for label in ("bf16", "bf16 softcap")
 }
 
 

@@ -145,3 +145,21 @@ def test_more_programs_than_one_block_of_partials(monkeypatch, triton_device):
     x, weight, rstd = (torch.ones(s, device=triton_device) for s in ((4300, 3), 3, (1, 4300)))
     given = torch.ops.fastpar.layer_norm_bwd(x, None, x, weight, rstd, x.dtype, None, None, True)
     assert torch.equal(given[2], torch.full_like(weight, 4300.0))
+
+
+def test_no_weight_is_a_weight_of_ones_that_nobody_makes(place):
+    """Bits, as 1 * x is x; nothing of it is kept, and it has no gradient."""
+    x, residual, dy = (torch.randn(3, 5, 40).to(place) for _ in range(3))
+    ones, kept = torch.ones(40, device=place), []
+
+    def found(weight):
+        leaves = [t.clone().requires_grad_() for t in (x, residual)]
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(t.shape) or t, lambda t: t
+        ):
+            outs = [rms_norm(leaves[0], weight), layer_norm(leaves[0], weight)]
+            outs += [*residual_rms_norm(*leaves, weight), *residual_layer_norm(*leaves, weight)]
+        return *outs, *torch.autograd.grad(outs, leaves, [dy] * 6)
+
+    assert all(map(torch.equal, found(None), found(ones)))
+    assert kept.count(ones.shape) == 4  # of the second call
