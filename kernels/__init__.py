@@ -35,18 +35,19 @@ else:
             f"fastpar.kernels: expected the compiled module _C, got {error}; "
             "run `pip install -e . --no-build-isolation` in the checkout (or `make train`)"
         ) from error
+    nodes: Any = None  # the file of the ops and their autograd nodes, csrc/torch
     if str(getattr(_C, "__file__", "")).endswith(".py"):
         _C = None  # setup.py's stand-in: installed with FASTPAR_CPP=0, torch computes everything
     else:
         _minor = "_".join(torch.__version__.split(".")[:2])
-        _library = Path(_C.__file__.replace(f"{os.sep}_C.", f"{os.sep}_torch{_minor}."))
-        if _library.exists():
-            torch.ops.load_library(_library)  # csrc/torch: the ops and their autograd nodes
+        nodes = Path(_C.__file__.replace(f"{os.sep}_C.", f"{os.sep}_torch{_minor}."))
+        if nodes.exists():
+            torch.ops.load_library(nodes)
         else:
             _C = None
             warnings.warn(
                 f"fastpar.kernels: expected a build for torch {torch.__version__}, got no "
-                f"{_library.name}, so torch computes everything; run `pip install -e . "
+                f"{nodes.name}, so torch computes everything; run `pip install -e . "
                 "--no-build-isolation` in the checkout (or `make train`)",
                 stacklevel=2,
             )

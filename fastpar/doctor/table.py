@@ -45,7 +45,7 @@ from fastpar.files.plain_files import (
     user_cache,
     write_text,
 )
-from fastpar.kernels import _C
+from fastpar.kernels import _C, nodes
 from fastpar.kernels.attention.peers import PEERS
 from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof
 
@@ -67,7 +67,8 @@ def environment(device: str) -> dict[str, str]:
     about = {"fastpar": __version__, "torch": torch.__version__}
     # Which build of csrc/ is installed, by what it holds: a copy is the same.
     about["module"] = "none" if _C is None else _digest(Path(_C.__file__))
-    about["csrc"] = _digest(*Path(__file__).resolve().parents[2].glob("csrc/*"))  # in a checkout
+    about["ops"] = _digest(*([nodes] if nodes is not None else []))
+    about["csrc"] = _digest(*Path(__file__).resolve().parents[2].glob("csrc/**/*.*"))  # a checkout
     if device == "cuda":
         about["device"] = torch.cuda.get_device_name()
         about["driver"] = _driver()

@@ -132,7 +132,7 @@ def count_targets(op: str, targets: Tensor, vocab_size: int, ignore_index: int) 
             f"{op}: expected targets in [0, {vocab_size}) or ignore_index={ignore_index}, "
             f"got targets[{i}]={targets[i].item()}; check the tokenizer against vocab_size"
         )
-    return torch.tensor(float(valid), dtype=torch.float32, device="cpu")
+    return torch.full((), float(valid), dtype=torch.float32, device="cpu")
 
 
 def gradient_scale(count: Tensor, reduction: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -139,7 +139,7 @@ def test_the_loop_runs_as_it_stands(tmp_path, monkeypatch):
     """But for a checkpoint every 3 steps instead of every 1000."""
     monkeypatch.chdir(tmp_path)
     tiny = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=8, vocab_size=64)
-    monkeypatch.setattr(fastpar.GPTConfig, "preset", lambda name: tiny)
+    monkeypatch.setattr(fastpar.GPTConfig, "preset", lambda name, **more: tiny)
     tokens = torch.randint(0, 64, (2, 9))
     names = {"loader": [(tokens[:, :-1], tokens[:, 1:])] * 3}
     exec("import fastpar\n" + code(1).replace("% 1000", "% 3"), names)
