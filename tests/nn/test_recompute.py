@@ -142,7 +142,7 @@ TORCHS_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"  # without
 @sweep(
     ("build", "kept", "cheap"),
     [
-        (gpt, [OURS_OR_TORCHS, "aten.mm", "fastpar.attention"], "fastpar.bias_gelu"),
+        (gpt, [OURS_OR_TORCHS, "aten.mm", "fastpar.attention"], "fastpar.activation"),
         (lambda: Nested().eval(), ["aten.addmm", TORCHS_ATTENTION], "aten.gelu"),
     ],
 )
