@@ -21,97 +21,6 @@ MaskBlock mask_block(int64_t seed, int64_t first_sample, int site, int threshold
           rows, cols,         first_head, first_row, low,     high};
 }
 
-// (first_row, low, high) of a MaskBlock
-using RowPlace = std::array<int64_t, 3>;
-
-// c numbers as floats: their own memory or the buffer; zeros for None.
-const float* row_of(const Memory& x, int64_t c, const char* name, std::vector<float>& buffer) {
-  if (x && x.type == Type::f32) return x.floats(c, name);
-  buffer.assign(static_cast<size_t>(c), 0.0f);
-  if (x) {
-    with_dtype(x.dtype(name), [&](auto tag) {
-      const auto* from = static_cast<const decltype(tag)*>(x.of(x.dtype(name), c, name));
-      std::transform(from, from + c, buffer.begin(), [](auto v) { return to_float(v); });
-    });
-  }
-  return buffer.data();
-}
-
-// Where c sums are made that x holds in any dtype; null for None.
-float* sums_of(const Memory& x, int64_t c, const char* name, std::vector<float>& buffer) {
-  if (!x || x.type == Type::f32) return x.floats_or_null(c, name);
-  x.of(x.dtype(name), c, name);
-  buffer.resize(static_cast<size_t>(c));
-  return buffer.data();
-}
-
-void store_sums(const Memory& x, const std::vector<float>& buffer) {
-  if (buffer.empty()) return;
-  with_dtype(x.dtype("sums"), [&](auto tag) {
-    using T = decltype(tag);
-    std::transform(buffer.begin(), buffer.end(), at<T>(x.address),
-                   [](float v) { return from_float<T>(v); });
-  });
-}
-
-// [batch, rows, heads, d], or documents without a batch: [rows, heads, d].
-Strided strided(const View& x, Dtype dtype, int64_t batch, int64_t rows, int64_t heads, int64_t d,
-                const char* name) {
-  const Type type = static_cast<Type>(dtype);
-  if (x.dims == 3) return {x.as(type, {rows, heads, d}, name), 0, x.stride[0], x.stride[1]};
-  return {x.as(type, {batch, rows, heads, d}, name), x.stride[0], x.stride[1], x.stride[2]};
-}
-
-// q, k, v and their shape; cu_seqlens [batch + 1] or None.
-struct AttentionInputs {
-  AttentionShape shape;
-  Dtype dtype;
-  Strided q, k, v;
-
-  AttentionInputs(const View& q_at, const View& k_at, const View& v_at, const Memory& cu_seqlens,
-                  bool causal, float scale)
-      : dtype(q_at.dtype("q")) {
-    const int last = q_at.dims - 1;
-    FASTPAR_CHECK((last == 2 || last == 3) && k_at.dims == q_at.dims,
-                  "attention: expected q and k of 3 or 4 dimensions, got ", q_at.dims, " and ",
-                  k_at.dims, "; use kernels/attention.py");
-    const int64_t batch = cu_seqlens ? cu_seqlens.numel - 1 : last == 3 ? q_at.size[0] : 1;
-    shape = {batch,
-             q_at.size[last - 2],
-             k_at.size[last - 2],
-             q_at.size[last - 1],
-             k_at.size[last - 1],
-             q_at.size[last],
-             causal,
-             scale,
-             nullptr};
-    if (cu_seqlens) {
-      shape.cu_seqlens =
-          static_cast<const int32_t*>(cu_seqlens.of(Type::i32, batch + 1, "cu_seqlens"));
-    }
-    q = of_queries(q_at, "q");
-    k = of_keys(k_at, "k");
-    v = of_keys(v_at, "v");
-  }
-  Strided of_queries(const View& x, const char* name) const {
-    return strided(x, dtype, shape.batch, shape.t, shape.heads, shape.d, name);
-  }
-  Strided of_keys(const View& x, const char* name) const {
-    return strided(x, dtype, shape.batch, shape.tk, shape.key_heads, shape.d, name);
-  }
-  float* stats(const Memory& x) const {
-    return x.floats((shape.cu_seqlens ? 1 : shape.batch) * shape.heads * shape.t * 2, "stats");
-  }
-};
-
-// site_head: site << 16 | head of the model that the first head is; first_row: row of the mask that
-// the first query has.
-MaskBlock attention_mask(int64_t seed, int64_t first_sample, int site_head, int threshold,
-                         int64_t first_row, const AttentionShape& s) {
-  return mask_block(seed, first_sample, site_head >> 16, threshold, s.batch, s.heads, s.t, s.tk,
-                    site_head & 0xffff, first_row);
-}
-
 // Rows of logits [N, width]; grad and scale, [] or [N], may be None.
 CrossEntropyRows cross_entropy_rows(const View& logits, const Memory& targets, const View& grad,
                                     const View& scale, int64_t v, int64_t ignore_index,
@@ -186,14 +95,6 @@ void bind_ops(py::module_& m) {
       },
       unlocked);
   m.def(
-      "bias_gelu_fwd",
-      [](const Memory& x, const Memory& bias, const Memory& y, int64_t c, int threads) {
-        const Dtype dtype = x.dtype("x");
-        activation_fwd(x.of(dtype, x.numel, "x"), bias.floats_or_null(c, "bias"),
-                       y.of(dtype, x.numel, "y"), Activation::gelu, dtype, x.numel / c, c, threads);
-      },
-      unlocked);
-  m.def(
       "count_targets",
       [](const Memory& targets, int64_t v, int64_t ignore_index) {
         const void* at = targets.of(Type::i64, targets.numel, "targets");
@@ -259,77 +160,6 @@ void bind_ops(py::module_& m) {
       },
       unlocked);
   // stats: mean and rstd [2, N], with rms rstd alone [1, N].
-  m.def(
-      "layer_norm_fwd",
-      [](const Memory& x, const Memory& residual, const Memory& x_bias, const Memory& weight,
-         const Memory& bias, const Memory& sum, const Memory& y, const Memory& stats, float eps,
-         bool rms, int64_t seed, int64_t first_sample, int site, int threshold, int64_t samples,
-         int64_t heads, int64_t rows, const RowPlace& place, int threads) {
-        const Dtype dtype = x.dtype("x");
-        const int64_t size = x.numel, c = weight.numel, n = size / c;
-        float* rstd = stats.floats(rms ? n : 2 * n, "stats");
-        std::vector<float> of_x_bias, of_weight, of_bias;
-        layer_norm_fwd(x.of(dtype, n * c, "x"),
-                       residual ? residual.of(dtype, size, "residual") : nullptr,
-                       row_of(x_bias, c, "x_bias", of_x_bias),
-                       row_of(weight, c, "weight", of_weight), row_of(bias, c, "bias", of_bias),
-                       sum ? sum.of(dtype, size, "sum") : nullptr, y.of(dtype, size, "y"),
-                       rms ? nullptr : rstd, rms ? rstd : rstd + n, dtype, n, c, eps, rms,
-                       mask_block(seed, first_sample, site, threshold, samples, heads, rows, c, 0,
-                                  place[0], place[1], place[2]),
-                       threads);
-      },
-      unlocked);
-  m.def(
-      "layer_norm_bwd",
-      [](const Memory& dy, const Memory& dsum_out, const Memory& x, const Memory& weight,
-         const Memory& stats, const Memory& dsum, const Memory& dx, const Memory& dweight,
-         const Memory& dbias, const Memory& dx_bias, bool rms, int64_t seed, int64_t first_sample,
-         int site, int threshold, int64_t samples, int64_t heads, int64_t rows,
-         const RowPlace& place, int threads) {
-        const Dtype dtype = x.dtype("x");
-        const int64_t size = x.numel, c = weight.numel, n = size / c;
-        const float* rstd = stats.floats(rms ? n : 2 * n, "stats");
-        std::vector<float> of_weight, of_dweight, of_dbias, of_dx_bias;
-        layer_norm_bwd(
-            dy.of(dtype, size, "dy"), dsum_out ? dsum_out.of(dtype, size, "dsum_out") : nullptr,
-            x.of(dtype, n * c, "x"), row_of(weight, c, "weight", of_weight), rms ? nullptr : rstd,
-            rms ? rstd : rstd + n, dsum.of(dtype, size, "dsum"),
-            dx ? dx.of(dtype, size, "dx") : nullptr, sums_of(dweight, c, "dweight", of_dweight),
-            sums_of(dbias, c, "dbias", of_dbias), sums_of(dx_bias, c, "dx_bias", of_dx_bias), dtype,
-            n, c, rms,
-            mask_block(seed, first_sample, site, threshold, samples, heads, rows, c, 0, place[0],
-                       place[1], place[2]),
-            threads);
-        store_sums(dweight, of_dweight);
-        store_sums(dbias, of_dbias);
-        store_sums(dx_bias, of_dx_bias);
-      },
-      unlocked);
-  m.def(
-      "attention_fwd",
-      [](const View& q, const View& k, const View& v, const View& o, const Memory& stats,
-         const Memory& cu_seqlens, bool causal, float scale, int64_t seed, int64_t first_sample,
-         int site_head, int threshold, int64_t first_row, int threads) {
-        const AttentionInputs x(q, k, v, cu_seqlens, causal, scale);
-        attention_fwd(x.q, x.k, x.v, x.of_queries(o, "o"), x.stats(stats), x.dtype, x.shape,
-                      attention_mask(seed, first_sample, site_head, threshold, first_row, x.shape),
-                      threads);
-      },
-      unlocked);
-  m.def(
-      "attention_bwd",
-      [](const View& d_o, const View& q, const View& k, const View& v, const Memory& stats,
-         const View& dq, const View& dk, const View& dv, const Memory& cu_seqlens, bool causal,
-         float scale, int64_t seed, int64_t first_sample, int site_head, int threshold,
-         int64_t first_row, int threads) {
-        const AttentionInputs x(q, k, v, cu_seqlens, causal, scale);
-        attention_bwd(
-            x.of_queries(d_o, "do"), x.q, x.k, x.v, x.stats(stats), x.of_queries(dq, "dq"),
-            x.of_keys(dk, "dk"), x.of_keys(dv, "dv"), x.dtype, x.shape,
-            attention_mask(seed, first_sample, site_head, threshold, first_row, x.shape), threads);
-      },
-      unlocked);
   m.def(
       "exp_array",
       [](const Memory& x, const Memory& y) {

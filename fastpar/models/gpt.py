@@ -809,7 +809,7 @@ class GPT(nn.Module):
             if positions is not None:
                 places = self.cp.slice(positions).flatten()
             else:
-                whole = Tokens(*idx.shape, *self.cp.runs(*idx.shape))
+                whole = Tokens(idx.shape[0], idx.shape[1], *self.cp.runs(*idx.shape))
                 places = whole.places(idx.numel() // self.cp.size, idx.device)
         elif positions is None:
             first = read[0].length if read else 0

@@ -283,7 +283,17 @@ def _run(x, weight, targets, vocab_size, ignore_index, reduction, smoothing, z_l
     v = _check(x, weight, targets, vocab_size, reduction, smoothing, z_loss, cap)
     rows, flat = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     loss, dx, dweight, factor = linear_cross_entropy_fwd(
-        rows, weight, flat, v, ignore_index, reduction, smoothing, z_loss, cap, *how, None
+        rows,
+        weight,
+        flat,
+        v,
+        ignore_index,
+        reduction,
+        smoothing,
+        z_loss,
+        cap,
+        *how,
+        weight_grad=None,
     )
     loss = loss.view(targets.shape) if reduction == "none" else loss
     return loss, dx.view(x.shape) if dx.numel() else dx, dweight, factor

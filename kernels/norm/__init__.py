@@ -146,8 +146,8 @@ _NO_MASK = (None, 0, 0, None, (0, 0, 0))
 
 def _all(mask: tuple) -> tuple:
     """The last arguments of a call, with those that the dispatcher leaves out."""
-    *mask, place = (*mask, *_NO_MASK[len(mask) :])
-    return *mask, place or (0, 0, 0)
+    *first, place = (*mask, *_NO_MASK[len(mask) :])
+    return *first, place or (0, 0, 0)
 
 
 def _rows_like(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -128,29 +128,33 @@ def test_a_gpu_without_kernels_is_refused(monkeypatch, hip, capability, message)
 def test_the_compiled_module_checks_what_it_writes():
     """A wrong dtype, size or layout would reach memory that is another's."""
     x, y, q = torch.zeros(6, 4), torch.zeros(6, 4), torch.zeros(1, 3, 2, 16)
-    targets, one, rows = (
-        torch.zeros(6, dtype=torch.int64),
-        torch.ones(()),
-        (4, -100, 0.0, 0.0, 0.0, 1),
-    )
-    grads, stats = (q.clone(), q.clone()[:, :2], q.clone()), torch.zeros(1, 2, 3, 2)
-    gelu, loss = _C.bias_gelu_fwd, _C.cross_entropy_rows
+    of = torch.ops.fastpar
+    targets, one = torch.zeros(6, dtype=torch.int64), torch.ones(())
+    rows = (4, -100, 0.0, 0.0, 0.0, 1)
+    stats, rows_of = torch.zeros(1, 2, 3, 2), torch.zeros(2, 6)
+    exp, loss, foreign = _C.exp_array, _C.cross_entropy_rows, "expected what its forward returned"
     for words, call, *args in (
-        *((f"y of 24 contiguous elements of float32, got {got}", gelu, x, None, wrong, 4, 1)
+        *((f"y of 24 contiguous elements of float32, got {got}", exp, x, wrong)
           for wrong, got in (
             (y.double(), "24 of float64"), (y.bfloat16(), "24 of bfloat16"),
             (y[:5], "20 of float32"), (y.t(), "24 of float32, strided"),
             (None, "0 of another dtype, strided"),
           )),
-        ("expected x of float32, bfloat16 or float16, got int64", gelu, x.long(), None, y, 4, 1),
-        (r"Tensor \| None", gelu, x.data_ptr(), None, y, 4, 1),
+        ("expected logits of float32, bfloat16 or float16, got int64", loss,
+         x.long(), targets, one, None, torch.zeros(6), *rows),
+        (r"Tensor \| None", exp, x.data_ptr(), y),
         ("expected loss of 6 .* float32, got 6 of bfloat16", loss,
          x, targets, one, None, torch.zeros(6).bfloat16(), *rows),
         *(("expected grad of 2 dimensions that fit .* float32", loss,
            x, targets, one, grad, torch.zeros(6), *rows)
           for grad in (y.t(), y[:, :3], y.half(), torch.zeros(6, 8)[:, ::2])),
-        ("expected dk of 4 dimensions that fit", _C.attention_bwd,
-         q, q, q, q, stats, *grads, None, True, 1.0, 0, 0, 0, 0, 0, 1),
+        (foreign, of.attention_bwd, q, q, q, q, None, stats[:, :1], True, 1.0),
+        (foreign, of.attention_bwd, q[:, :2], q, q, q, None, stats, True, 1.0),
+        (foreign, of.activation_bwd, y[:5], x, None, 0),
+        (foreign, of.activation_bwd, y, x, None, 3),
+        (foreign, of.rope_bwd, q, q[:, :2], q, None, None, None, None, False, 1e-6),
+        (foreign, of.rope_bwd, q, q, q, q[:, None], None, None, None, True, 1e-6),
+        (foreign, of.layer_norm_bwd, y, None, x, x[0], rows_of[:1], x.dtype, None, None, False),
         ("expected dtype code 0, 1 or 2, got code=7", _C.round_array, x, y, 7),
     ):  # fmt: skip
         with pytest.raises((ValueError, TypeError), match=words):
