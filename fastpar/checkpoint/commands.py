@@ -381,7 +381,9 @@ def _export_folder(source: Path, to: Path, dtype: torch.dtype | None, average: b
     if config.get("model_type") == OWN:
         with tempfile.TemporaryDirectory(dir=to.parent, prefix=f"{to.name}.") as own:
             _write_folder(source, Path(own) / "own", manifest, states, config, dtype, average)
-            ids = {f"{end}_token_id": config.get(f"{end}_token_id") for end in ("bos", "eos")}
+            ids: dict[str, Any] = {
+                f"{end}_token_id": config.get(f"{end}_token_id") for end in ("bos", "eos")
+            }
             save_hf(load_hf(Path(own) / "own"), to, **ids)
         for name in _texts(source, manifest):
             if name != CONFIG:

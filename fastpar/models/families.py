@@ -115,7 +115,7 @@ def config_of(raw: Mapping[str, Any], source: str, dropout: float | None) -> GPT
     rate = raw.get("attention_dropout") or 0.0
     if dropout is None and rate:
         raise _unsupported(source, "attention_dropout", rate, "attention_dropout=0 (or dropout=)")
-    given = {ours: raw.get(theirs) for theirs, ours in _SIZES.items()}
+    given: dict[str, Any] = {ours: raw.get(theirs) for theirs, ours in _SIZES.items()}
     given |= {"rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10000.0))}
     given |= {"n_kv_head": raw.get("num_key_value_heads") or given["n_head"]}
     for name, value in given.items():

@@ -201,7 +201,7 @@ def experts_of(command: CompareCommand, shape: GPTConfig) -> dict[str, int]:
             f"compare: expected expert_top_k to divide the MLP's width of {4 * shape.n_embd}, "
             f"got expert_top_k={top_k}; set --expert-top-k"
         )
-    found = {"n_expert": command.n_expert, "top_k": top_k}
+    found: dict[str, Any] = {"n_expert": command.n_expert, "top_k": top_k}
     found["expert_hidden"] = 4 * shape.n_embd // top_k
     replace(shape, **found)
     return found

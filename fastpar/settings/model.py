@@ -357,7 +357,7 @@ def attention_parts(shape: GPTConfig) -> tuple[Part, ...]:
     """A layer's parts up to the second norm."""
     heads: tuple[Part, ...] = ()
     if shape.qk_norm:
-        options = {"weight": shape.norm_weight, "bias": False}
+        options: dict[str, Any] = {"weight": shape.norm_weight, "bias": False}
         heads = tuple(Part(f"attn.{x}_norm", "head_norm", "D", "D", **options) for x in "qk")
     turned = shape.qk_norm or shape.rope_theta is not None
     kept = ("QKV",) if shape.qk_norm else ()

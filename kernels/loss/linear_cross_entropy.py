@@ -282,19 +282,8 @@ def _run(x, weight, targets, vocab_size, ignore_index, reduction, smoothing, z_l
     """On a GPU; kernels/op.py define_kernels says for which calls."""
     v = _check(x, weight, targets, vocab_size, reduction, smoothing, z_loss, cap)
     rows, flat = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    loss, dx, dweight, factor = linear_cross_entropy_fwd(
-        rows,
-        weight,
-        flat,
-        v,
-        ignore_index,
-        reduction,
-        smoothing,
-        z_loss,
-        cap,
-        *how,
-        weight_grad=None,
-    )
+    options = ignore_index, reduction, smoothing, z_loss, cap, *how, None
+    loss, dx, dweight, factor = linear_cross_entropy_fwd(rows, weight, flat, v, *options)
     loss = loss.view(targets.shape) if reduction == "none" else loss
     return loss, dx.view(x.shape) if dx.numel() else dx, dweight, factor
 

@@ -141,7 +141,7 @@ def _run_bwd(
     return dsum, dx, *(x.new_empty(0, dtype=torch.float32) if d is None else d for d in sums)
 
 
-_NO_MASK = (None, 0, 0, None, (0, 0, 0))
+_NO_MASK: tuple[Any, ...] = (None, 0, 0, None, (0, 0, 0))
 
 
 def _all(mask: tuple) -> tuple:
