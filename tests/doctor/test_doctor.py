@@ -1,5 +1,6 @@
 """Proof on first use: what is wrong or slower does not run, whoever asks and however it ends."""
 
+import gc
 import itertools
 import json
 import math
@@ -594,6 +595,7 @@ def test_a_deterministic_run_is_the_same_whatever_a_timing_chose(monkeypatch, tm
     by = {OWN: (OWN, OWN), STOCK: ("cpu", "cpu")}
 
     def run(chosen, attention, deterministic):
+        gc.collect()  # an engine of an earlier test would end this one's strictness
         monkeypatch.setattr(doctor, "_prover", doctor.Prover())
         monkeypatch.setattr(choice, "proofs", {})
         monkeypatch.setattr(choice, "_strict", [])
