@@ -440,7 +440,10 @@ class LMHead(Swapped):
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         items = given.get("num_items_in_batch")
-        options = {"ignore_index": ignore_index, "reduction": "mean" if items is None else "sum"}
+        options: dict[str, Any] = {"ignore_index": ignore_index}
+        options["reduction"] = "mean" if items is None else "sum"
+        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
+            options["softcap"] = cap
         loss = head_loss(self.lm_head, x, shift_labels.to(x.device), **options)
         if items is not None:
             loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)

@@ -254,9 +254,6 @@ def _plan_modern(module: Any, fused_loss: bool) -> Plan:
     if replaced is not None:
         return f"{replaced} was replaced"
     if part == "ForCausalLM":
-        cap = getattr(module.config, "final_logit_softcapping", None)
-        if cap is not None:
-            return f"its logits are capped at {cap}, which the fused loss does not do here"
         return _plan_head(module, fused_loss, "CausalLMOutputWithPast")
     names: tuple[str, ...] = ()
     options: dict[str, Any] = {}
