@@ -1,5 +1,6 @@
 // What the files of this folder share: an op of torch as a schema, a kernel for CPU tensors and an
-// autograd node. Only narrow headers of torch are included: its header of everything takes 40 seconds.
+// autograd node. Only narrow headers of torch are included: its header of everything takes 40
+// seconds.
 //
 // [Note: an op] Its CPU kernel is C++, in front of csrc's kernels. For CUDA tensors its kernel is a
 // Python function (kernels/op.py define_kernels), registered under the CUDA key; the same function

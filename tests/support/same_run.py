@@ -375,7 +375,7 @@ def build(program: Program, seed: int) -> nn.Module:
     model: nn.Module
     if not program.model.startswith("foreign"):
         model = GPT(program.config, seed=seed)
-        first = model.wte if model.config.rope_theta else model.wpe
+        first = getattr(model, "wpe", model.wte)  # none with rotary positions
         frozen = [first.weight, model.h[0].mlp.c_fc.weight]
         with torch.no_grad():
             for name, p in model.named_parameters() if program.has_experts else ():
