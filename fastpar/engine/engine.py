@@ -243,6 +243,7 @@ class Engine:
 
     def _reduce(self) -> None:
         """Reduce all gradients to means over the ranks."""
+        self.shards.forget_norms()
         self.shards.check()
         for bucket in self._active:  # in step() marks are still set: no backward lifted them
             bucket.marks.lift()
@@ -402,6 +403,7 @@ class Engine:
             of: zero only gradients of this optimizer's parameters; default: all of this engine's.
         """
         self._resume_if_stopped()
+        self.shards.forget_norms()
         if of is None:
             for bucket in self.buckets:
                 bucket.zero_grad(set_to_none)
@@ -437,6 +439,8 @@ class Engine:
             cleared = bucket.forget_cleared(fired)
             changed = changed or bool(cleared) or bucket.zeroed != zeroed
             self._cleared.update(bucket.params[i] for i in cleared if everywhere)
+        if changed:
+            self.shards.forget_norms()
         if changed and all(bucket.empty for bucket in self.buckets):
             reduced, begun = self.phase is StepPhase.REDUCED, self.micro_batches.begun
             self._end_of_gradients()

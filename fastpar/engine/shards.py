@@ -85,7 +85,7 @@ class Shards:
         self._modules = [weakref.ref(module) for module in model.modules()]
         self._parameters = [module._parameters for module in model.modules()]
         self._checked: list[int] | None = None  # the modules and parameters that check() accepted
-        self._norms: tuple[Any, list[Tensor]] | None = None  # of the gradients, in grad_norms()
+        self._norms: tuple[float, list[Tensor]] | None = None  # of the gradients, in grad_norms()
         # Inside of gathered(): the buckets to free at its end.
         self._unused: set[BucketState] | None = None
 
@@ -341,16 +341,14 @@ class Shards:
     def grad_norms(self, params: Iterable[Tensor], ord: float) -> list[Tensor]:
         """The norm of each whole gradient, fp32 []. Ranks: all; one collective for all parameters,
         until gradients change."""
-        grads = [bucket.reduced for bucket in self.buckets]
-        known = float(ord), [(x.data_ptr(), x._version) for x in grads if x is not None]
-        if self._norms is None or self._norms[0] != known:
+        if self._norms is None or self._norms[0] != float(ord):
             zero = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
             pieces = self._reduced(self.params)
             norms = [torch.linalg.vector_norm(x, ord, dtype=zero.dtype) for x in pieces if len(x)]
             left = iter(norms)
             each = torch.stack([next(left) if len(x) else zero for x in pieces])
             rows = self._from_ranks(each, "norms of gradients after")
-            self._norms = known, [*torch.linalg.vector_norm(rows, ord, dim=0)]
+            self._norms = float(ord), [*torch.linalg.vector_norm(rows, ord, dim=0)]
         return [self._norms[1][self.index[p]] for p in params]  # type: ignore[index]
 
     def change_grads(
@@ -368,6 +366,12 @@ class Shards:
             found_inf.copy_(self._from_ranks(found_inf.view(1), "overflows after").amax())
         for bucket in self.by_bucket(params):
             bucket.forget_summands()
+        self.forget_norms()
+
+    def forget_norms(self) -> None:
+        """Gradients change. All ranks call it at the same places: memory would not tell all of
+        them, as a rank may hold no element of a gradient."""
+        self._norms = None
 
     def _from_ranks(self, x: Tensor, what: str) -> Tensor:
         """[ranks of a replica, *x.shape]: x of each."""
