@@ -150,7 +150,9 @@ def family_of(config: GPTConfig) -> str | None:
     return None
 
 
-def config_json(config: GPTConfig, name: str, dtype: str, eos: int | None) -> dict[str, Any]:
+def config_json(
+    config: GPTConfig, name: str, dtype: str, bos: int | None, eos: int | None
+) -> dict[str, Any]:
     """The config.json of a model of this family."""
     family = FAMILIES[name]
     sizes = {theirs: getattr(config, ours) for theirs, ours in _SIZES.items()}
@@ -167,7 +169,7 @@ def config_json(config: GPTConfig, name: str, dtype: str, eos: int | None) -> di
         "tie_word_embeddings": config.tied,
         **({"final_logit_softcapping": config.logit_softcap} if name == "nanochat" else {}),
         **family.fields,
-        "bos_token_id": eos,
+        "bos_token_id": bos,
         "eos_token_id": eos,
         "torch_dtype": dtype,
     }

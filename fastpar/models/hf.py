@@ -395,10 +395,10 @@ def _of_family(
     for name in TABLES:
         if name in values:
             values[name] = values[name][: model.config.vocab_size]
-    dtype, eos = config["torch_dtype"], config["eos_token_id"]
+    ids = config["bos_token_id"], config["eos_token_id"]
     out = families.weights_out(model.config, kind, values)
     made = [Weight(k, k, x, x.shape, tuple(x.shape), False, None) for k, x in out.items()]
-    return families.config_json(model.config, kind, dtype, eos), made
+    return families.config_json(model.config, kind, config["torch_dtype"], *ids), made
 
 
 def index_json(weight_map: Mapping[str, str], nbytes: int) -> dict[str, Any]:
