@@ -42,6 +42,15 @@ def here(tmp_path, monkeypatch):
     fault_runs.enter(tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize(("given", "said"), [(None, "passive"), ("active", "active")])
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(given, said):
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    environment |= {} if given is None else {"OMP_WAIT_POLICY": given}
+    command = [sys.executable, "-m", "fastpar", "info"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert f"OMP_WAIT_POLICY={said}\n" in done.stdout
+
+
 def test_help_fits_a_reader(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     assert [main(words) for words in ([], ["--help"], ["--version"])] == [0, 0, 0]
