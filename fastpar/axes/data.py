@@ -320,11 +320,6 @@ class Data(Axis):
             n_bytes, n, stride = float(numel * setup.wire_bytes), max(1, shards // ep), tp * ep
             if stage:
                 scatter = "all_to_all" if setup.wire_gradients in FORMATS else "reduce_scatter"
-                if node > 1 and scatter == "all_to_all":  # inside a node, then between nodes
-                    yield CommOp(scatter, "shard", n_bytes, node, tp, count, under)
-                    args = n_bytes / node, shards // node, tp * node, count, under
-                    yield CommOp(scatter, "shard", *args)
-                    continue
                 yield CommOp(scatter, "shard", n_bytes, n, stride, count, under)
                 part, copies = n_bytes / n, setup.data // ep // n
                 yield from _sums(setup, "copies", part, copies, stride * n, count, under)

@@ -479,8 +479,7 @@ def _make_shards(
         flags=not stage.shards,
     )
     buckets, how = [], settings.parallel.wires
-    feedback = how.error_buffer or how.error_feedback
-    wires = Encoders(how.gradients, how.weights, feedback, mesh.dp_rank, codes)
+    wires = Encoders(how.gradients, how.weights, mesh.dp_rank, codes)
     for spec in layout.buckets:  # one after another, to need little extra memory
         travel, slots = travels[spec.key], [layout.slots[i] for i in spec.slots]
         bucket = BucketState(
@@ -541,7 +540,7 @@ class GroupMaker:
     ) -> None:
         self.mesh, self.transport, self.factory = mesh, transport, debug.collectives
         self.deterministic, self.debug = parallel.deterministic, debug
-        self.node_size, self.secondary = parallel.wires.node_size, parallel.wires.secondary_shards
+        self.node_size = parallel.wires.node_size
         self.again = parallel.wires.gradients != "fp32"
 
     def make(self, group: Any, role: str, transport: str | None = None) -> Collectives:
@@ -607,21 +606,16 @@ class GroupMaker:
             alone = OneRank(mesh.device)
             return BucketGroups(alone, alone, whole)
         gather = self.make(mesh.new_group("dp") if new else mesh.group("dp"), "gather", kind)
-        node, nodes = self._of_nodes(new, kind)
+        node = self._of_node(new, kind)
         if mesh.size("replicas") == 1:
-            return BucketGroups(whole, gather, node=node, nodes=nodes)
+            return BucketGroups(whole, gather, node=node)
         reduce = self.make(mesh.group("dp"), "reduce", kind)
         copies = self.make(mesh.group("replicas"), "replicate", kind)
         return BucketGroups(reduce, gather, copies, node=node)
 
-    def _of_nodes(self, new: bool, kind: str) -> tuple[Collectives | None, Any]:
-        """`node` and `nodes` of BucketGroups. Ranks: all."""
+    def _of_node(self, new: bool, kind: str) -> Collectives | None:
+        """`node` of BucketGroups. Ranks: all."""
         if self.node_size is None:
-            return None, None
+            return None
         mesh = self.mesh.with_replicas(self.mesh.dp_size // self.node_size)
-
-        def of(axis: str, role: str) -> Collectives:
-            return self.make(mesh.new_group(axis) if new else mesh.group(axis), role, kind)
-
-        node = of("dp", "gather") if self.secondary else None
-        return node, (of("dp", "reduce"), of("replicas", "replicate")) if self.again else None
+        return self.make(mesh.new_group("dp") if new else mesh.group("dp"), "gather", kind)

@@ -246,16 +246,7 @@ NEEDS: tuple[Needs, ...] = (
     Needs("wire_weights", "zero_stage 1 2 3", "ZeRO 0 gathers no weights"),
     Needs("wire_weights fp8", "zero_stage 3"),
     Needs("wire_weights fp8", "delayed_scales", "it sends the fp8 weights of the products"),
-    Needs("error_feedback", "wire_gradients", "without compression there is no error"),
-    Needs("error_buffer", "wire_gradients", "without compression there is no error"),
-    Needs(
-        "error_feedback and zero_stage 2 3",
-        "error_buffer",
-        "ZeRO 2 and 3 free the gradients that would hold the errors",
-        "add <error_buffer> (4 bytes per parameter), use <zero_stage=1>",
-    ),
-    Needs("node_size", "wire_gradients or secondary_shards"),
-    Needs("node_size", "zero_stage 1 2 3 or secondary_shards"),
+    Needs("node_size", "secondary_shards"),
     Needs("secondary_shards", "zero_stage 3"),
     Needs("secondary_shards", "node_size"),
     Needs("replicas", "outer_every", "", "add <outer_every=50> to synchronize every 50 steps"),
@@ -272,10 +263,7 @@ IDLE: tuple[Needs, ...] = (
     Needs("outer_wire", "replicas", idle=True),
     *(
         Needs(name, "dp >1", "", "add ranks to <nproc>", idle=True)
-        for name in (
-            *("wire_gradients", "wire_weights", "check_replicas_every"),
-            *("error_feedback", "error_buffer", "node_size"),
-        )
+        for name in ("wire_gradients", "wire_weights", "check_replicas_every", "node_size")
     ),
     *(
         Needs(name, "nproc >1", idle=True)
@@ -484,12 +472,6 @@ RULES: list[Rule] = [
         _of_nodes,
         "node_size to divide the number of ranks per sharding group, and to be smaller",
         "set it to the ranks per node, or drop <node_size> if there is only one node",
-    ),
-    Rule(
-        ("node_size", "wire_gradients", "shard_size", "dp"),
-        lambda n, wire, shards, dp: n is None or wire == "fp32" or (shards or dp) >= dp,
-        "no node_size with compressed gradients and shard_size={shard_size}",
-        "drop <shard_size> or <node_size>",
     ),
 ]
 OF_IDLE = tuple(needs.rule() for needs in IDLE) + tuple(
