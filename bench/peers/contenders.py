@@ -70,9 +70,6 @@ VARIANTS: dict[str, Variant] = {
     "fastpar ZeRO-3, int8 both": Variant("fastpar ZeRO-3", INT8),
     "fastpar ZeRO-0, int8": Variant("fastpar ZeRO-0", {"wire_gradients": "int8"}),
     "fastpar ZeRO-3, fp8 products": Variant("fastpar ZeRO-3", fp8="all"),
-    "fastpar ZeRO-3, fp8 products, their codes": Variant(
-        "fastpar ZeRO-3", {"wire_weights": "fp8"}, fp8="all"
-    ),
     "fastpar, DiLoCo every 10": Variant("", outer={"every": 10}),
     "fastpar, DiLoCo every 50": Variant("", outer={"every": 50}),
     "fastpar, DiLoCo every 50, int8": Variant("", outer={"every": 50, "wire": "int8"}),

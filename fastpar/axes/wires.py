@@ -1,9 +1,9 @@
 """Compressed formats of gradients and weights between ranks; comm/wires.py implements them.
 
 What it does  Gradients are sent as bf16 or int8 (rounded stochastically, without bias), and
-              summed in fp32 (wire_gradients); weights are gathered as bf16, int8, or as the codes
-              of 8-bit products (wire_weights). secondary_shards gathers weights for backward
-              inside a node of node_size ranks.
+              summed in fp32 (wire_gradients); weights are gathered as bf16 or int8
+              (wire_weights). secondary_shards gathers weights for backward inside a node of
+              node_size ranks.
 Bytes         int8 has 1 byte per element and a scale per block: half of bf16, a quarter of fp32.
               Encoding and decoding move code_bytes() per element through memory. Secondary
               shards have 1 / node_size of the weights.
@@ -20,16 +20,16 @@ from typing import Any
 import torch
 
 from fastpar.axes import Axis, Making, number_text, size_text
-from fastpar.axes.data import GPTBuckets, buckets_of, elements_of, gathered_bytes, gathers_codes
+from fastpar.axes.data import GPTBuckets, elements_of, gathered_bytes
 from fastpar.axes.step import Op, Setup, Workload
-from fastpar.comm.wires import CODES, FORMATS, OF_WEIGHTS
+from fastpar.comm.wires import FORMATS
 from fastpar.files.tensor_file import FLOATS
 
 
 def code_bytes(setup: Setup) -> tuple[float, float]:
     """Bytes that encoding and decoding moves per element of (gradients, weights)."""
     gradients = setup.grad_bytes + 2 * setup.wire_bytes + 8  # decoded, then summed
-    sent = gathered_bytes(setup, gathers_codes(setup))
+    sent = gathered_bytes(setup)
     weights = (2 * setup.weight_bytes + 2 * sent) * (sent < setup.weight_bytes)
     return (gradients if setup.wire_gradients in FORMATS else 0.0), weights
 
@@ -37,12 +37,8 @@ def code_bytes(setup: Setup) -> tuple[float, float]:
 def formats_of(setup: Setup) -> dict[str, Setup]:
     """The layout with other formats, by their flags."""
     found = {f"--wire-gradients {n}": setup.change(wire_gradients=n) for n in FORMATS}
-    for name in OF_WEIGHTS if setup.stage else ():
-        if name != CODES:
-            found[f"--wire-weights {name}"] = setup.change(wire_weights=name)
-    if setup.stage == 3 and setup.fp8 != "none":
-        coded = {"fp8_scaling": "tensor", "wire_weights": CODES}
-        found[f"--fp8-scaling tensor --wire-weights {CODES}"] = setup.change(**coded)
+    of_weights = FORMATS if setup.stage else ()
+    found |= {f"--wire-weights {n}": setup.change(wire_weights=n) for n in of_weights}
     return found
 
 
@@ -73,8 +69,7 @@ class Wires(Axis):
             return
         dtypes = {p.dtype for p in making.model.parameters() if p.requires_grad}
         kept = {FLOATS.get(parallel.precision.grad_dtype or "", dtype) for dtype in dtypes}
-        changes = wires.gradients != "fp32" or wires.weights != CODES  # products round so anyway
-        if changes and torch.float64 in kept | dtypes:
+        if torch.float64 in kept | dtypes:
             raise ValueError(
                 "parallelize: wire formats do not support gradients in torch.float64; use fp32, "
                 "bf16 or fp16"
@@ -93,7 +88,7 @@ class Wires(Axis):
             times = (2 if setup.stage == 0 else 1) * (micro if setup.accumulate == "shard" else 1)
             yield Op("copy", (int(gradients),), "backward", 0.0, gradients, times)
         if of_weight and setup.n_shards > 1:
-            weights = float(local * of_weight) * buckets_of(workload, setup).coded_share
+            weights = float(local * of_weight)
             times = 2 * micro if setup.stage == 3 else 1
             yield Op("copy", (int(weights),), "forward", 0.0, weights, times)
 

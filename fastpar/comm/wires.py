@@ -5,9 +5,6 @@
     all_reduce       the same with slices of whole blocks; then the means are encoded and gathered
     all_gather       encoded once to nearest; the owner uses the same rounded values as its peers
 
-    CodeGathers      all_gather of weights that products round to 8 bits: sends the 8-bit codes, so
-                     results do not change; full values before there are scales
-
 A rank's own slice is not sent and enters the sum unrounded. No sum is encoded twice on its way, as
 a ring would. A non-finite value makes its block nan on every rank.
 
@@ -28,13 +25,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastpar.comm.collectives import (
     Begun,
@@ -51,7 +48,6 @@ from fastpar.comm.collectives import (
     through,
 )
 from fastpar.kernels import dequantize_blockwise, quantize_blockwise
-from fastpar.kernels.linear.fp8 import WEIGHT, Fp8
 
 _PAD = 16
 
@@ -112,8 +108,7 @@ FORMATS = {
         WireFormat("int8", torch.int8, 256),
     )
 }
-CODES = "fp8"  # of weights: the codes of 8-bit products; see CodeGathers
-OF_GRADIENTS, OF_WEIGHTS = ("fp32", *FORMATS), ("bf16", "int8", CODES)
+OF_GRADIENTS = ("fp32", *FORMATS)
 
 
 class Wire(Collectives):
@@ -314,31 +309,24 @@ class CompressedSums(Wire):
         return gather
 
 
-class _Gathers(Wire):
-    rounds = True
-    _gather: Callable[[Tensor, Tensor, int], Rest]
-
-    def __init__(self, inner: Collectives, worker: Worker, name: str) -> None:
-        super().__init__(inner, name)
-        self._worker = worker
-
-    def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle:
-        call = functools.partial(self._gather, out.view(-1), x.view(-1), tag)
-        return self._worker.submit("all_gather", call, out, x)
-
-
-class CompressedGathers(_Gathers):
+class CompressedGathers(Wire):
     """Gathers of weights.
 
     Wire: per rank (W - 1) * bytes of its message.
     """
 
+    rounds = True
+
     def __init__(self, inner: Collectives, worker: Worker, form: WireFormat) -> None:
-        super().__init__(inner, worker, form.name)
-        self.form = form
+        super().__init__(inner, form.name)
+        self.form, self._worker = form, worker
 
     def sent_bytes(self, op: str, n_bytes: int, numel: int) -> int:
         return (self.world_size - 1) * self.form.nbytes(numel // self.world_size)
+
+    def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle:
+        call = functools.partial(self._gather, out.view(-1), x.view(-1), tag)
+        return self._worker.submit("all_gather", call, out, x)
 
     def _gather(self, out: Tensor, x: Tensor, tag: int) -> Rest:
         own = torch.empty(self.form.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
@@ -353,76 +341,16 @@ class CompressedGathers(_Gathers):
         return rest
 
 
-_RUN = 256  # elements: weights begin at multiples of it
-
-
-class CodeGathers(_Gathers):
-    """Gathers of weights that linear(fp8=) rounds with delayed scales, which all ranks know.
-
-    Args:
-        codes: (range in the bucket, rounding) of each weight, with common scales.
-    Wire: per rank (W - 1) * one byte per element of its slice.
-    """
-
-    def __init__(
-        self, inner: Collectives, worker: Worker, codes: Sequence[tuple[slice, Fp8]]
-    ) -> None:
-        super().__init__(inner, worker, "codes of 8-bit products")
-        self._scales: Any = codes[0][1].scales
-        self._weights = codes
-
-    def sent_bytes(self, op: str, n_bytes: int, numel: int) -> int:
-        plain = super().sent_bytes(op, n_bytes, numel)
-        return plain * numel // n_bytes if self._scales.steps else plain
-
-    def _gather(self, out: Tensor, x: Tensor, tag: int) -> Rest:
-        n = x.numel()
-        own, first = torch.zeros(n, dtype=torch.uint8, device=x.device), self.rank * n
-        scales = torch.zeros(out.numel() // _RUN, device=x.device, dtype=torch.float32)
-        for place, how in self._weights:
-            scale = self._scales.scale(how.layer, WEIGHT, x.device)
-            if scale is None:  # products do not round yet
-                return started(self.inner.all_gather(out, x, async_op=True, tag=tag)).wait
-            scales[place.start // _RUN : -(-place.stop // _RUN)] = scale
-            mine = slice(*(min(max(end - first, 0), n) for end in (place.start, place.stop)))
-            own[mine] = how.round_part(x[mine], self.world_size)
-        handle, whole = _gather_rows(self.inner, own, tag)
-        exact = torch.float32 if x.dtype == torch.float64 else x.dtype  # codes have 4 bits
-
-        def rest() -> None:
-            handle.wait()
-            of = scales.view(self.world_size, -1)
-            for row, scale, part in zip(whole, of, out.view(self.world_size, -1)):
-                numbers = row.view(torch.float8_e4m3fn)
-                part.copy_(dequantize_blockwise(numbers, scale, out_dtype=exact, block=_RUN))
-
-        return rest
-
-
-def rounded_weights(model: nn.Module) -> dict[nn.Parameter, Fp8]:
-    """Weight -> rounding, of weights that 8-bit products round with delayed scales."""
-    layers = [m for m in model.modules() if isinstance(getattr(m, "fp8", None), Fp8)]
-    found: dict[Any, Any] = {m.weight: m.fp8 for m in layers}
-    return {p: how for p, how in found.items() if how.scales is not None}
-
-
 class Encoders:
     """The wire formats of the buckets of one model.
 
     Args:
-        gradients: one of OF_GRADIENTS; weights: of OF_WEIGHTS, None: unchanged.
+        gradients: one of OF_GRADIENTS; weights: of FORMATS, None: unchanged.
         rank: for the random bits: among all ranks with the same parameters.
-        codes: parameter number -> rounding, of parameters that are gathered as 8-bit codes.
     """
 
-    def __init__(
-        self,
-        gradients: str,
-        weights: str | None,
-        rank: int,
-        codes: Mapping[int, Fp8],
-    ) -> None:
-        self._gradients, self.codes = FORMATS.get(gradients), codes
+    def __init__(self, gradients: str, weights: str | None, rank: int) -> None:
+        self._gradients = FORMATS.get(gradients)
         self._weights = FORMATS.get(weights or "")
         self._rank = rank
         self._workers: dict[int, Worker] = {}
@@ -444,18 +372,9 @@ class Encoders:
         worker, key = self._worker(inner), (index, self._rank)
         return CompressedSums(inner, self._gradients, worker, again=again, exact=exact, key=key)
 
-    def gathers(
-        self,
-        inner: Collectives | None,
-        dtype: torch.dtype,
-        codes: Sequence[tuple[slice, Fp8]] = (),
-    ) -> Collectives | None:
-        """Collectives of the weights of a bucket of that dtype; codes: as in CodeGathers."""
+    def gathers(self, inner: Collectives | None, dtype: torch.dtype) -> Collectives | None:
+        """Collectives of the weights of a bucket of that dtype."""
         form = self._weights
-        if inner is None or inner.world_size == 1:
-            return inner
-        if codes:
-            return CodeGathers(inner, self._worker(inner), codes)
-        if form is None or form.dtype == dtype:
+        if inner is None or inner.world_size == 1 or form is None or form.dtype == dtype:
             return inner
         return CompressedGathers(inner, self._worker(inner), form)

@@ -60,7 +60,7 @@ from fastpar.comm.wires import CompressedSums, Encoders
 from fastpar.engine.absent import AbsentParameter, Marks
 from fastpar.files.tensor_file import FLOATS
 from fastpar.settings.parallel import Parallel
-from fastpar.sharding.layout import Bucket, Layout, Slot
+from fastpar.sharding.layout import Bucket, Layout
 
 PhaseT = TypeVar("PhaseT", bound=enum.Enum)
 
@@ -200,16 +200,13 @@ class BucketGroups:
     again: Collectives | None = None
     node: Collectives | None = None
 
-    def on_wires(
-        self, wires: Encoders, spec: Bucket, slots: Sequence[Slot], stage: Stage
-    ) -> BucketGroups:
-        """The same groups with the wire formats of one bucket; slots: of its parameters."""
+    def on_wires(self, wires: Encoders, spec: Bucket, stage: Stage) -> BucketGroups:
+        """The same groups with the wire formats of one bucket."""
         index, flags = spec.index, spec.numel - spec.used_start
         exact = 0 if stage.shards else flags
-        codes = [(slice(s.start, s.stop), wires.codes[s.registered]) for s in slots if spec.rounded]
         return BucketGroups(
             wires.sums(self.reduce, index, again=self.again, exact=exact),
-            wires.gathers(self.gather, spec.dtype, codes),
+            wires.gathers(self.gather, spec.dtype),
             wires.sums(self.copies, index),
             node=self.node,
         )

@@ -63,9 +63,8 @@ class Wires:
     gradients: Annotated[Literal["fp32", "bf16", "int8"], called("wire_gradients")] = "fp32"
     """Compress sent gradients, with stochastic rounding; sums are fp32.
     fp32: no compression, send in reduce-dtype."""
-    weights: Annotated[Literal["bf16", "int8", "fp8"] | None, called("wire_weights")] = None
-    """Format of gathered weights (ZeRO 1 to 3); unset: not compressed.
-    fp8 needs ZeRO 3 and fp8-scaling tensor, and is lossless there."""
+    weights: Annotated[Literal["bf16", "int8"] | None, called("wire_weights")] = None
+    """Format of gathered weights (ZeRO 1 to 3); unset: not compressed."""
     node_size: int | None = None
     """Data-parallel ranks per node, for secondary-shards."""
     secondary_shards: bool = False

@@ -2,8 +2,7 @@
 
 A rule is checked as soon as all settings and facts that it names are known. Facts are: `dtype`
 after auto is resolved, the model's sizes (n_layer, n_head, n_embd, shape), `dp` (the number of
-data-parallel ranks) and `delayed_scales`. Rules about facts that are learned later are checked
-then.
+data-parallel ranks). Rules about facts that are learned later are checked then.
 
 [Note: spelling] In a text, <pp> becomes `--pp` for a command and `pp` for a function; <pp=2>
 becomes `--pp 2` or `pp=2`; <schedule=zb-h1|zb-v> becomes the value that was found; {lr} is replaced
@@ -23,11 +22,8 @@ from fastpar.settings.mesh import CHUNKS, parse_grid, pp_chunks, pp_split
 from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import FlagsT, TrainFlags
 
-DEFAULTS: dict[str, Any] = TrainFlags().settings() | {"dp": 1, "delayed_scales": False}
-FACTS = {
-    "dp": "data-parallel ranks",
-    "delayed_scales": "<fp8> with <fp8_scaling=tensor>",
-}
+DEFAULTS: dict[str, Any] = TrainFlags().settings() | {"dp": 1}
+FACTS = {"dp": "data-parallel ranks"}
 COMMANDS = ("train", "plan", "profile", "compare")  # their errors name flags
 
 
@@ -210,13 +206,13 @@ PAIRS: list[Pair] = [
     Pair("deterministic", "reduce_dtype bf16 fp16", _ROUNDED),
     Pair("deterministic", "outer_wire"),
     Pair("deterministic", "wire_gradients", "compression depends on the number of ranks"),
-    Pair("deterministic", "wire_weights bf16 int8", "compression depends on the number of ranks"),
+    Pair("deterministic", "wire_weights", "compression depends on the number of ranks"),
     Pair("offload", "wire_gradients"),
     Pair("offload", "wire_weights"),
     Pair("offload", "node_size"),
     Pair("ep", "node_size"),
     Pair("reduce_dtype", "wire_gradients", "both set the format of sent gradients"),
-    Pair("reduce_dtype", "wire_weights bf16 int8"),
+    Pair("reduce_dtype", "wire_weights"),
     Pair("transport shm and dp >1", "wire_gradients", "ranks read each other's memory directly"),
     Pair("transport shm and dp >1", "wire_weights", "ranks read each other's memory directly"),
     Pair("cuda_graphs True", "device cpu", "a CPU has no graphs"),
@@ -244,8 +240,6 @@ NEEDS: tuple[Needs, ...] = (
     Needs("fp8_emulate", "fp8"),
     Needs("fp8_weight_gradient fp8", "fp8_scaling tensor", "all ranks have to use one scale"),
     Needs("wire_weights", "zero_stage 1 2 3", "ZeRO 0 gathers no weights"),
-    Needs("wire_weights fp8", "zero_stage 3"),
-    Needs("wire_weights fp8", "delayed_scales", "it sends the fp8 weights of the products"),
     Needs("node_size", "secondary_shards"),
     Needs("secondary_shards", "zero_stage 3"),
     Needs("secondary_shards", "node_size"),
@@ -575,7 +569,6 @@ def known(flags: TrainFlags, shape: GPTConfig | None) -> dict[str, Any]:
         shape: the model's shape; None: not known yet.
     """
     values = flags.settings()
-    values["delayed_scales"] = values["fp8"] != "none" and values["fp8_scaling"] == "tensor"
     if values["dtype"] == "auto":
         del values["dtype"]
     for name in ("n_layer", "n_head", "n_embd", "block_size"):

@@ -1,4 +1,4 @@
-"""Compressed gradients and weights, secondary shards and codes on the wire, with lossy formats.
+"""Compressed gradients and weights, and secondary shards, with lossy formats.
 
 Two runs are alike, of the bytes that are announced, and not far from the run without. That every
 gradient that is sent arrives, at its place, once, is shown by a format that loses nothing:
@@ -18,9 +18,7 @@ import fastpar
 from fastpar.checkpoint import saver
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import save_checkpoint
-from fastpar.models.gpt import use_fp8
 from fastpar.optim.schedule import AveragedWeights
-from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -231,68 +229,3 @@ def test_weights_cross_between_nodes_once_a_step():
     own = memory.pop("secondary shards")
     assert memory == usual
     assert own == 2 * memory["parameter shards"]  # of 4 ranks: half instead of a quarter
-
-
-# Weights that are gathered as the codes of 8-bit products
-
-
-def fp8_gpt(layers, dtype):
-    model = fastpar.GPT(GPTConfig(2, 2, 64, 16, 64, dropout=0.0), seed=0).to(dtype)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-    use_fp8(model, layers, scaling="tensor", emulate=True)
-    return model
-
-
-def train_fp8(layers, dtype, options, axes, idle):
-    """Losses, weights, what scales are made of, and overflows by step."""
-    model, mesh = fp8_gpt(layers, dtype), fastpar.Mesh(**axes)
-    kept = torch.promote_types(dtype, torch.float32)
-    small = {"bucket_mb": 0.02, "first_bucket_mb": 0.005, "deterministic": True}
-    asked = fastpar.Parallel.of(zero_stage=3, grad_dtype=kept, **small, **options)
-    fastpar.parallelize(model, mesh, asked)
-    optimizer = fastpar.AdamW(model.parameters(), lr=0.3, eps=1e-3, master_weights=dtype != kept)
-    losses, over = [], []
-    for step in range(4):
-        tokens = torch.randint(64, (24, 17), generator=torch.Generator().manual_seed(step))
-        for part in tokens.chunk(1 if idle else 2):
-            x = part.chunk(mesh.dp_size)[mesh.dp_rank]
-            if idle and step == 2 and mesh.dp_rank == 1:  # without a batch
-                continue
-            if not idle:  # a validation between two
-                with torch.inference_mode():
-                    model(x[:, :-1].contiguous())
-            loss = model(x[:, :-1].contiguous(), x[:, 1:].contiguous())
-            (loss / 2).backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        over.append(model.fp8_scales.overflows.clone())
-    return losses, dict(model.state_dict()), model.fp8_scales.history, torch.stack(over)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layers", "dtype", "ranks", "options", "axes", "idle"),
-    [
-        ("all", torch.float32, 2, {}, {}, False),
-        slow("all", torch.float32, 2, {}, {}, True),
-        slow("mlp", torch.bfloat16, 3, {"prefetch": 2}, {}, False),
-        slow("all", torch.float16, 4, {"shard_size": 2}, {}, False),
-        slow("all", torch.float64, 4, {}, {"tp": 2}, False),
-        slow("all", torch.float32, 4, {"shard_size": 2}, {"cp": 2}, False),
-        slow("mlp", torch.float32, 4, SECOND, {}, False),
-    ],
-)
-def test_codes_on_the_wire_change_nothing(layers, dtype, ranks, options, axes, idle):
-    plain, codes = (
-        run_ranks(train_fp8, ranks, layers, dtype, {**options, **more}, axes, idle)
-        for more in ({}, {"wire_weights": "fp8"})
-    )
-    for (losses, weights, history, over), (l0, w0, h0, o0) in zip(codes, plain):
-        assert idle or losses == l0
-        assert same(weights, w0)
-        assert torch.equal(history, h0)
-        assert idle or torch.equal(over, o0)
-    assert sum(over[:, :, 1].sum() for *_, over in plain[:1]) > 0  # of weights, too

@@ -142,7 +142,7 @@ ON = {
     **{"moment_dtype": "int8", "stochastic_rounding": True, "master_weights": "full"},
     **{"deterministic": True, "activation_checkpointing": "full", "offload_pinned": False},
     **{"fp8_scaling": "tensor", "fp8_weight_gradient": "fp8", "fp8_emulate": True},
-    **{"outer_lr": 0.5, "outer_momentum": 0.5, "zero_stage": 1, "delayed_scales": True},
+    **{"outer_lr": 0.5, "outer_momentum": 0.5, "zero_stage": 1},
 }
 
 

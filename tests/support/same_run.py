@@ -920,7 +920,7 @@ def refused(layout: Layout, program: Program, most: int = 8) -> bool:
     )
     if any(never):
         return True
-    values = {**_UNTOLD, **layout.settings(), "delayed_scales": False, "dtype": program.precision}
+    values = {**_UNTOLD, **layout.settings(), "dtype": program.precision}
     values |= {n: getattr(layout, n) for n in ("dp", "tp", "cp", "ep", "pp")}
     values |= {"tp_grid": layout.grid, "optimizer": program.optimizer, "n_expert": config.n_expert}
     values |= {"expert_capacity": config.expert_capacity} | rules.of_shape(config)
