@@ -214,14 +214,11 @@ def in_threads(make: Callable[..., Any], cell: Settings) -> Settings:
 LR, EVALS = 3e-3, 20
 OF_WIRES = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "vocab_size": 256}
 OF_FP8 = {**OF_WIRES, "n_layer": 1, "block_size": 32}
-INT8, INT4 = {"wire_gradients": "int8"}, {"wire_gradients": "int4"}
+INT8 = {"wire_gradients": "int8"}
 FORMATS: dict[str, Settings] = {
     "fp32": {},
     "bf16": {"wire_gradients": "bf16"},
     "int8": INT8,
-    "int8, fed back": {**INT8, "error_feedback": True},
-    "int4": INT4,
-    "int4, fed back": {**INT4, "error_feedback": True},
     "int8, weights too": {**INT8, "wire_weights": "int8"},
     "DiLoCo, every 10": {"outer": {"every": 10}},
     "DiLoCo, every 50": {"outer": {"every": 50}},

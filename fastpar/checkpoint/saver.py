@@ -47,12 +47,10 @@ step's stream, between this step and the next, so the host does not wait; the wr
 for their event.
 
 [Note: wires] The state of compressed gradients (comm/wires.py) is stored with the optimizer's
-entries. Compression errors belong to one rank of the mesh and one division into buckets: LAYOUT is
-a checksum of both. A run with another layout discards them, with a warning.
+entries:
 
     PARAMETER/wire_calls                  []     number of reductions: the step of the random bits
     PARAMETER/wire_copy_calls             []     the same for reductions between HSDP groups
-    PARAMETER/wire_error_LAYOUT_RANK      local  compression error of this rank's gradients
 """
 
 from __future__ import annotations
@@ -66,8 +64,7 @@ import shutil
 import threading
 import time
 import warnings
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -404,11 +401,11 @@ class Capture:
     def _on_wires(self, engine: Engine, p: nn.Parameter, name: str) -> Iterator[_Piece]:
         """The state of compressed gradients, see [Note: wires]."""
         stages = engine.shards.stages
-        for entry, value in wire_state(engine, p):
-            again = self._place or (stages is not None and stages.is_second_copy(p))
-            if entry not in COMMON or not again:
-                runs = whole_run(value.numel())
-                yield _Piece(f"{name}/{entry}", tuple(value.shape), value.reshape(-1), runs)
+        if self._place or (stages is not None and stages.is_second_copy(p)):
+            return
+        for entry, group in wires_of(engine, p).items():
+            calls = torch.tensor([float(group.calls)], dtype=torch.float32, device="cpu")
+            yield _Piece(f"{name}/{entry}", (), calls, whole_run(1))
 
     def _optimizer(self) -> Iterator[Item]:
         file = f"optimizer-{self.rank + 1:05d}-of-{self.world_size:05d}.safetensors"
@@ -435,43 +432,13 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
-COMMON = ("wire_calls", "wire_copy_calls")  # the same on all ranks; errors differ
-
-
-def error_entry(engine: Engine) -> str:
-    """The name of this rank's entry of compression errors."""
-    known: list[object] = [engine.stage.number, engine.mesh.sizes, engine.settings.n_shards]
-    known += [(b.spec.numel, b.spec.slots) for b in engine.buckets]
-    return f"wire_error_{zlib.crc32(repr(known).encode()):08x}_{engine.mesh.rank}"
-
-
-def _of_wires(engine: Engine, p: nn.Parameter) -> tuple[Any, slice, dict[str, Any]]:
-    """(p's bucket, p's slice of it, entry -> group that counts the calls)."""
-    bucket, position = engine.shards.places[p]
-    groups = zip(COMMON, (bucket.groups.reduce, bucket.groups.copies))
-    slot, counted = bucket.slots[position], {name: g for name, g in groups if g is not None}
-    return bucket, slice(slot.start, slot.stop), counted
-
-
-def wire_state(engine: Engine, p: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-    """(entry, this rank's values): numbers of calls, and p's compression errors if they are
-    kept."""
-    bucket, place, counted = _of_wires(engine, p)
-    if bucket.groups.reduce is None or engine.settings.parallel.wires.gradients == "fp32":
-        return
-    for name, group in counted.items():
-        yield name, torch.tensor(float(group.calls), dtype=torch.float32, device="cpu")
-    if (lost := bucket.unsent.of(bucket.grad, place)) is not None:
-        yield error_entry(engine), lost.view(p.shape)
-
-
-def load_wire_state(engine: Engine, p: nn.Parameter, entries: Mapping[str, Tensor]) -> None:
-    """Restore the entries of wire_state(); entries of other ranks are ignored."""
-    bucket, place, counted = _of_wires(engine, p)
-    for name in counted.keys() & entries.keys():
-        counted[name].calls = int(entries[name])
-    if (lost := entries.get(error_entry(engine))) is not None:
-        bucket.unsent.restore(bucket.grad, place, lost.view(-1))
+def wires_of(engine: Engine, p: nn.Parameter) -> dict[str, Any]:
+    """Entry -> group whose calls it counts, of a parameter with compressed gradients."""
+    if engine.settings.parallel.wires.gradients == "fp32":
+        return {}
+    groups = engine.shards.places[p][0].groups
+    named = {"wire_calls": groups.reduce, "wire_copy_calls": groups.copies}
+    return {name: group for name, group in named.items() if group is not None}
 
 
 _POLL_S = 0.02

@@ -56,11 +56,11 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm.collectives import DONE, Collectives, Handle, PairwiseSum, started
-from fastpar.comm.wires import Encoders, Unsent
+from fastpar.comm.wires import CompressedSums, Encoders
 from fastpar.engine.absent import AbsentParameter, Marks
 from fastpar.files.tensor_file import FLOATS
 from fastpar.settings.parallel import Parallel
-from fastpar.sharding.layout import Bucket, Layout, Slot
+from fastpar.sharding.layout import Bucket, Layout
 
 PhaseT = TypeVar("PhaseT", bound=enum.Enum)
 
@@ -192,7 +192,6 @@ class BucketGroups:
         copies: the ranks that own the same shard in the other replicas.
         again: the same ranks as reduce, for the second half of a compressed all-reduce.
         node: the ranks of gather on this node; see "Secondary shards" above.
-        nodes: the ranks of reduce on this node, and those with the same number on each node.
     """
 
     reduce: Collectives | None = None
@@ -200,26 +199,14 @@ class BucketGroups:
     copies: Collectives | None = None
     again: Collectives | None = None
     node: Collectives | None = None
-    nodes: tuple[Collectives, Collectives] | None = None
 
-    def on_wires(
-        self, wires: Encoders, spec: Bucket, slots: Sequence[Slot], stage: Stage
-    ) -> BucketGroups:
-        """The same groups with the wire formats of one bucket; slots: of its parameters."""
+    def on_wires(self, wires: Encoders, spec: Bucket, stage: Stage) -> BucketGroups:
+        """The same groups with the wire formats of one bucket."""
         index, flags = spec.index, spec.numel - spec.used_start
-        exact, in_place = (0, not stage.frees_gradients) if stage.shards else (flags, False)
-        codes = [(slice(s.start, s.stop), wires.codes[s.registered]) for s in slots if spec.rounded]
+        exact = 0 if stage.shards else flags
         return BucketGroups(
-            wires.sums(
-                self.reduce,
-                index,
-                again=self.again,
-                exact=exact,
-                numel=spec.numel,
-                in_place=in_place,
-                nodes=self.nodes,
-            ),
-            wires.gathers(self.gather, spec.dtype, codes),
+            wires.sums(self.reduce, index, again=self.again, exact=exact),
+            wires.gathers(self.gather, spec.dtype),
             wires.sums(self.copies, index),
             node=self.node,
         )
@@ -473,8 +460,10 @@ class BucketState:
         self.reduced: Tensor | None = None
         self._reductions: PairwiseSum | None = None
         self._tree_ms = 0.0
-        places = [slice(s.start, s.stop) for s in self.slots]
-        self.unsent = Unsent(groups.reduce, self.own, spec.numel, places)
+        # A block of codes may reach from the end of a parameter to the start of the next.
+        ends = [*(s.start for s in self.slots[1:]), spec.numel]
+        pads = [slice(s.stop, end) for s, end in zip(self.slots, ends) if s.stop < end]
+        self._pads = pads if isinstance(groups.reduce, CompressedSums) else []
         self._piece_views: tuple[Tensor | None, list] | None = None  # of reduced; of piece()
         self._aside = False
         self.marks = Marks(params, self.name, (rank, spec.n_shards))
@@ -783,7 +772,6 @@ class BucketState:
             self.open_grad()
         view = self.grad_view(position)
         if self.stage.shards or self.casts:
-            again = again or self.unsent.inside
             p.grad = None
         else:
             again = again and given is not None  # else autograd has added it
@@ -823,7 +811,7 @@ class BucketState:
 
     def _are_usual(self, positions: list[int], grads: Sequence[Tensor | None]) -> bool:
         """Whether these gradients are the first of the bucket, and can be copied as they are."""
-        if self.has or self.unsent.inside or self.phase in SENT:
+        if self.has or self.phase in SENT:
             return False
         kept = not (self.stage.shards or self.casts)
         if kept and [i for i in positions if self.params[i].grad is not None]:  # set by hand
@@ -834,7 +822,7 @@ class BucketState:
     def grad_place(self, position: int) -> Tensor | None:
         """Memory in which a gradient can be computed; None if take() has to add or cast it."""
         self.open_grad()
-        first = not self.unsent.inside and position not in self.has
+        first = position not in self.has
         return self.grad_view(position) if first and self.grad_dtype == self.spec.dtype else None
 
     def taken(self, position: int) -> bool:
@@ -860,19 +848,18 @@ class BucketState:
         elif self.stage.shards and self.reduced is not None and not self.has:
             in_place = self.reduced.data_ptr() == self.grad[self.own].data_ptr()
             self.reduced = self.reduced.clone() if in_place else self.reduced
-        if self.grad is not None and not self.has:
-            self.unsent.open(self.grad)
 
     def fill_missing(self, *, flags: bool) -> list[int]:
         """Zero the slots without a gradient and set `used`; returns their positions."""
         self.open_grad()
         missing = []
         self._zeroed.clear()
-        self.unsent.fill(self.grad)  # type: ignore[arg-type]
+        for pad in self._pads:
+            self.grad[pad].zero_()  # type: ignore[index]
         for position in range(len(self.params)):
             if position not in self.has:
                 self.check_given(position)
-                self.unsent.skip(self.grad_view(position))
+                self.grad_view(position).zero_()
                 missing.append(position)
         if flags:
             used = self.used()
@@ -967,7 +954,6 @@ class BucketState:
             self.reduced = self.reduced.add_(result)
         if self.stage.shards:
             self.has.clear()
-        self.unsent.close()
         self.free_grad()
 
     def forget_summands(self) -> None:
@@ -1051,7 +1037,6 @@ class BucketState:
     def _forget(self, positions: set[int]) -> None:
         """Drop the gradients of these; memory is written only if others have a gradient."""
         self._zeroed |= positions
-        self.unsent.drop(self.grad_view(i) for i in positions & self.has)
         self.seen -= positions
         self.has -= positions
         self.marks.drop(positions)
@@ -1122,7 +1107,6 @@ class BucketState:
         """Set a parameter's gradient to zero."""
         self._zeroed.add(position)
         if self.stage.shards:
-            self.unsent.drop(self.grad_view(i) for i in {position} & self.has)
             self.has.discard(position)
         elif (grad := self.grad_of(position)) is not None:  # or a placeholder, which may be zeroed
             grad.zero_()
