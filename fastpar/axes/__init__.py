@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
-from fastpar.settings.fields import More, flat, leaves
+from fastpar.settings.fields import add_group, flat, leaves
 from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.settings.rules import add_rules
@@ -290,7 +290,7 @@ def register(axis: Axis) -> None:
     _registered.append(axis)
     every.cache_clear()
     if axis.settings is not None:
-        More.add(axis.name, axis.settings)
+        add_group(axis.name, axis.settings)
     add_rules(axis.rules, {} if axis.settings is None else flat(axis.settings()))
 
 
