@@ -107,8 +107,9 @@ def triton_device(monkeypatch) -> Iterator[str]:
     """Ops run their Triton kernels: on a GPU where there is one, else on CPU tensors in Triton's
     interpreter, with a GPU's rounding."""
     pytest.importorskip("triton", reason="needs triton")
+    from interpreter import gpu_arithmetic
+
     from fastpar.kernels import backend
-    from fastpar.testing import gpu_arithmetic
 
     monkeypatch.setattr(backend, "choice", "triton")
     if torch.cuda.is_available():

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
-from fastpar.settings.fields import More, flat, leaves
+from fastpar.settings.fields import add_group, flat, leaves
 from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.settings.rules import add_rules
@@ -161,13 +161,13 @@ class Axis:
         """Bytes allocated on this rank besides those of buckets, by kind."""
         return {}
 
-    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Iterable[str]:
-        """Text at the start of a run: a few words, then perhaps lines.
+    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Mapping[str, str]:
+        """Words for the lines at the start of a run, by the first word of the line, such as ranks.
 
         Args:
-            known: settings in effect by name, and world_size.
+            known: settings in effect by name, world_size, dp, n_shards and transport.
         """
-        return ()
+        return {}
 
     def record(self, shards: Any) -> dict[str, Any]:
         """Notes of a checkpoint on how this axis ran, by name, for people."""
@@ -290,7 +290,7 @@ def register(axis: Axis) -> None:
     _registered.append(axis)
     every.cache_clear()
     if axis.settings is not None:
-        More.add(axis.name, axis.settings)
+        add_group(axis.name, axis.settings)
     add_rules(axis.rules, {} if axis.settings is None else flat(axis.settings()))
 
 

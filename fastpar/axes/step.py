@@ -23,7 +23,6 @@ from fastpar.settings.parallel import MeshSettings, Parallel
 from fastpar.sharding.layout import default_bucket_mb
 
 ALIKE = 0.01  # the model does not resolve smaller differences, relative to a step's time
-_DEFAULTS = TrainFlags()
 
 
 class once:  # noqa: N801  # like functools.cached_property, which takes a lock
@@ -85,13 +84,13 @@ class Setup:
     def __init__(
         self,
         world_size: int = 1,
-        flags: TrainFlags = _DEFAULTS,
+        flags: TrainFlags | None = None,
         device_type: str = "cuda",
         transport: str = "nccl",
         **settings: Any,
     ) -> None:
         if type(flags) is not TrainFlags:  # a TrainConfig would check each change
-            flags = TrainFlags(**vars(flags))
+            flags = TrainFlags(**({} if flags is None else vars(flags)))
         flags = changed(flags, settings, "Setup") if settings else flags
         found = {"world_size": world_size, "device_type": device_type, "transport": transport}
         vars(self).update(found, flags=flags)

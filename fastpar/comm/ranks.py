@@ -14,7 +14,7 @@ the collective that waits for it; peers that do not fail within GRACE_S are kill
 not answer in time, all are killed.
 
 The rank to name: when one rank fails, the others fail because it is gone. The report names the one
-that reported a hang (it has killed the rank that hung), else the first that failed by itself.
+that reported a hang, else the first that failed by itself.
 
 Forked ranks: a fork server that has only imported torch (without a running thread pool, so forking
 is safe) makes a rank in milliseconds; the first one pays for the import. Forked ranks are not

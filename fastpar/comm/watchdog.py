@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 HUNG = 4  # exit status of a rank that waited too long
 MARGIN_S = 10.0  # the process groups' own timeouts are this much longer
@@ -131,14 +131,6 @@ def waiting(op: str) -> Iterator[None]:
         here.op = None
 
 
-class _Seen(NamedTuple):
-    """The newest heartbeat of a rank, when it arrived, and whether an earlier one differed."""
-
-    beat: dict[str, Any]
-    when: float
-    alive: bool
-
-
 def on_this_gpu(run: Callable[..., None]) -> Callable[..., None]:
     """Wrap a new thread's function to run on the caller's GPU.
 
@@ -181,8 +173,7 @@ class Watchdog:
         timeout_s: a longer wait in one collective ends the run.
         store: of the ranks. Default: that of the default process group.
         start: an id of this start of the ranks; after a restart the same store has another.
-        end: is called with the message, the exit status and the slow process. Default: print and
-            exit.
+        end: is called with the message instead of printing it and ending the process.
     Ranks: each for itself, in the thread that trains; a context manager, which ends the watch.
     """
 
@@ -194,7 +185,7 @@ class Watchdog:
         timeout_s: float,
         store: Any = None,
         start: str = "",
-        end: Callable[[str, int, list], None] | None = None,
+        end: Callable[[str], None] | None = None,
     ) -> None:
         if not timeout_s > 0:
             raise ValueError(
@@ -202,19 +193,18 @@ class Watchdog:
                 "after which a rank counts as hung"
             )
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self._others = [other for other in range(world_size) if other != rank]
         self._end = end or _exit
         self._here, self._thread = activity(), threading.get_ident()
         self._beat_s = min(_BEAT_S, timeout_s / 8)
         self._store: Any = _own_connection(store, start) if world_size > 1 else None
-        self._seen: dict[int, _Seen] = {}
-        self._since = time.monotonic()  # start of the present look at the others
-        self._looking = False
+        self._seen: dict[int, tuple[dict[str, Any], float]] = {}  # newest heartbeat, its arrival
+        self._since: float | None = None  # start of the present look at the others
         self._answered = time.monotonic()  # last answer of the store
-        self._n_beats, self._process = 0, _process(os.getpid())
-        self._waited, self._wait = 0.0, None  # seconds in the present wait, and its key
-        self._verdict: dict[str, Any] | None = None  # of this rank
-        self._looks = 0
-        self._over, self._hurry = threading.Event(), threading.Event()
+        self._n_beats, self._waited, self._wait = 0, 0.0, None  # seconds of the wait, and its key
+        self._own_verdict: dict[str, Any] | None = None
+        self._verdict: dict[str, Any] | None = None  # that of the first rank that judged
+        self._over = threading.Event()
         self._threads = [
             threading.Thread(target=on_this_gpu(target), name="watchdog", daemon=True)
             for target in (self._talk, self._watch)
@@ -229,19 +219,13 @@ class Watchdog:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
         """End the watch, and publish that this rank has ended."""
         global _streams
         if self._over.is_set() or self.world_size == 1:
             return
         self._over.set()
-        self._hurry.set()
         _streams = None
         self._threads[0].join(self._beat_s)  # it may hang with the store
-
-    # State of this rank
 
     def _now(self) -> tuple[Any, tuple[str, int] | None, str] | None:
         """(key of the present wait, place, op), or None."""
@@ -265,122 +249,105 @@ class Watchdog:
             "calls": _calls[0],
             "place": now and now[1],
             "op": now and now[2],
-            "waited": self._waited if now else 0.0,
             "stack": _stack(_frame_of(self._thread)),
-            "process": self._process,
-            "verdict": self._verdict,
         }
 
-    # The thread that talks to the store
-
     def _talk(self) -> None:
-        while True:
+        """The thread that talks to the store."""
+        over = False
+        while not over:
             over = self._over.is_set()
             with contextlib.suppress(Exception):  # the host of the store is gone, or hangs
                 self._store.set(f"beat/{self.rank}", json.dumps(self._beat()))
-                if self._waited > self._beat_s and not self._over.is_set():
+                if self._waited > self._beat_s and not over:
                     self._look()
                 else:
-                    self._looking = False
+                    self._since = None
                 self._answered = time.monotonic()
-            if over:
-                return
-            self._hurry.wait(self._beat_s)
-            self._hurry.clear()
+            self._over.wait(self._beat_s)
 
     def _look(self) -> None:
-        """Read the states of the other ranks, and their verdicts."""
-        if not self._looking:
-            self._seen, self._since, self._looking = {}, time.monotonic(), True
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        """Read the states of the other ranks, and the verdict if there is one."""
+        if self._since is None:
+            self._seen, self._since = {}, time.monotonic()
         there = [
-            rank for rank in others if rank in self._seen or self._store.check([f"beat/{rank}"])
+            rank
+            for rank in self._others
+            if rank in self._seen or self._store.check([f"beat/{rank}"])
         ]
         raw = self._store.multi_get([f"beat/{rank}" for rank in there]) if there else []
-        now = time.monotonic()
-        for rank, text in zip(there, raw):
-            beat = json.loads(text)
-            known = self._seen.get(rank)
-            if known is None or known.beat["beat"] != beat["beat"]:
-                self._seen[rank] = _Seen(beat, now, known is not None)
-        self._looks += 1
-
-    def _known_verdict(self) -> dict[str, Any] | None:
-        """The verdict of the first rank that has one; ignores processes before a restart."""
-        verdicts = {rank: seen.beat["verdict"] for rank, seen in self._seen.items() if seen.alive}
-        verdicts[self.rank] = self._verdict
-        return next((verdicts[rank] for rank in sorted(verdicts) if verdicts[rank]), None)
-
-    # The thread that judges
+        for rank, beat in zip(there, map(json.loads, raw)):
+            if rank not in self._seen or self._seen[rank][0]["beat"] != beat["beat"]:
+                self._seen[rank] = (beat, time.monotonic())
+        if self._own_verdict is not None:  # the first one counts
+            text = self._store.compare_set("verdict", "", json.dumps(self._own_verdict))
+            self._verdict = json.loads(text)
+        elif self._store.check(["verdict"]):
+            self._verdict = json.loads(self._store.get("verdict"))
 
     def _watch(self) -> None:
+        """The thread that judges."""
         last, mark = time.monotonic(), os.environ.get(MARK)
         while not self._over.wait(self._beat_s / 2):
             now = time.monotonic()
-            passed, stood_s, last = min(now - last, self._beat_s), now - last, now
+            stood_s, last = now - last, now
             if stood_s > 2 * self._beat_s:  # what the others did meanwhile is not known yet
-                self._looking, self._answered = False, now
+                self._since, self._answered = None, now
             if mark is not None and _is_stopped(os.getppid()):
                 _stop(mark)
             wait = self._now()
-            key = wait and wait[0]
-            same = wait is not None and key == self._wait
-            self._waited, self._wait = (self._waited + passed if same else 0.0), key
-            if wait is None:
+            if wait is None or wait[0] != self._wait:
+                self._waited, self._wait = 0.0, wait and wait[0]
                 continue
+            self._waited += min(stood_s, self._beat_s)
             late = now - self._answered > _STORE_S
-            ready = late or (self._looking and now - self._since > _STALE_BEATS * self._beat_s)
-            judged = self._looking and self._known_verdict() is not None
-            if judged or (self._waited > self.timeout_s and ready):
+            looked = self._since is not None and now - self._since > _STALE_BEATS * self._beat_s
+            if self._verdict or (self._waited > self.timeout_s and (late or looked)):
                 self._report(wait, late)
                 return
 
     def _report(self, wait: tuple[Any, tuple[str, int] | None, str], late: bool) -> None:
         """Report the slow rank, the same as the other ranks report, and end this one."""
-        verdict = self._known_verdict()
-        if verdict is None:
-            self._verdict = self._judge(late)
-            looks, deadline = self._looks, time.monotonic() + _STORE_S / 2
-            while self._looks < looks + 2 and not late and time.monotonic() < deadline:
-                self._hurry.set()
-                time.sleep(0.02)
-            verdict = self._known_verdict() or self._verdict
-        mine = _where({"step": self._here.step, "place": wait[1], "op": wait[2]})
+        if self._verdict is None:
+            self._own_verdict = self._judge(late)
+            deadline = time.monotonic() + (0.0 if late else _STORE_S)
+            while self._verdict is None and time.monotonic() < deadline:
+                time.sleep(self._beat_s / 8)
+        verdict = self._verdict or self._own_verdict
+        assert verdict is not None
+        here = _where({"step": self._here.step, "place": wait[1], "op": wait[2]})
         message = (
             f"watchdog: a collective did not end within timeout={self.timeout_s:g}s: "
-            f"{verdict['who']}; rank {self.rank} has waited {self._waited:.1f} s: {mine}; this "
+            f"{verdict['who']}; rank {self.rank} has waited {self._waited:.1f} s: {here}; this "
             "rank ends, resume the run from its last checkpoint"
         )
         if verdict["stack"]:
             lines = "\n".join(f"    {line}" for line in verdict["stack"])
             message += f"\n  last stack of rank {verdict['rank']}, innermost last:\n{lines}"
-        self._end(message, HUNG, verdict["process"])
+        self._end(message)
 
     def _judge(self, late: bool) -> dict[str, Any]:
         """Find the slow rank, by the rules above."""
-        now = time.monotonic()
-        seen = dict(self._seen)
-        beats = {rank: each.beat for rank, each in seen.items()}
+        now, others = time.monotonic(), self._others
+        beats = {rank: beat for rank, (beat, _) in self._seen.items()}
+        silent_s = {rank: now - arrived for rank, (_, arrived) in self._seen.items()}
 
         def found(rank: int, how: str) -> dict[str, Any]:
-            beat = beats.get(rank, {})
-            known = {name: beat.get(name, []) for name in ("stack", "process")}
-            return {"rank": rank, "who": f"rank {rank} {how}", **known}
+            stack = beats.get(rank, {}).get("stack", [])
+            return {"rank": rank, "who": f"rank {rank} {how}", "stack": stack}
 
         if late:
             s = now - self._answered
             return found(0, f"or the host of the ranks' store has not answered for {s:.1f} s")
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        if missing := [rank for rank in others if rank not in seen]:
+        if missing := [rank for rank in others if rank not in beats]:
             return found(missing[0], "never gave a sign of life")
         ended = [rank for rank in others if beats[rank]["ended"]]
-        silent = {rank: now - seen[rank].when for rank in others}
-        longest = max(others, key=lambda rank: (rank not in ended, silent[rank]))
-        if silent[longest] > _STALE_BEATS * self._beat_s and longest not in ended:
+        rank = max(others, key=lambda rank: (rank not in ended, silent_s[rank]))
+        if silent_s[rank] > _STALE_BEATS * self._beat_s and rank not in ended:
             return found(
-                longest,
-                f"gave no sign of life for {silent[longest]:.1f} s (stopped, dead or cut off), "
-                f"last seen in {_where(beats[longest])}",
+                rank,
+                f"gave no sign of life for {silent_s[rank]:.1f} s (stopped, dead or cut off), "
+                f"last seen in {_where(beats[rank])}",
             )
         if ended:
             return found(ended[0], "has left the run")
@@ -409,16 +376,6 @@ def _own_connection(store: Any, start: str) -> Any:
     return dist.PrefixStore(f"fastpar/watchdog/{start}", store)
 
 
-def _process(pid: int) -> list[Any]:
-    """An id of a process: host, PID namespace, number and start time."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        born = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-        return [boot, os.readlink(f"/proc/{pid}/ns/pid"), pid, born]
-    except OSError:
-        return []
-
-
 def _is_stopped(pid: int) -> bool:
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
@@ -432,13 +389,6 @@ def _stop(mark: str) -> None:
         # To this thread: it stops before it could remove the mark.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         Path(mark).unlink()
-
-
-def _kill(process: list[Any]) -> None:
-    """Kill a rank of this host that may not answer a launcher: torchrun waits 30 s for it."""
-    if process and process == _process(process[2]):
-        with contextlib.suppress(OSError):
-            os.kill(process[2], signal.SIGKILL)
 
 
 def _unfinished(recent: list[tuple]) -> tuple | None:
@@ -478,8 +428,8 @@ def _stack(frame: FrameType | None) -> list[str]:
     return lines[::-1]
 
 
-def _exit(message: str, status: int, slow: list[Any]) -> None:
-    """Print the message, pass it to a launcher, and end this process and the slow one."""
+def _exit(message: str) -> None:
+    """Print the message, pass it to a launcher, and end this process."""
     with contextlib.suppress(OSError):  # stderr is closed
         os.write(2, ("\n" + message + "\n").encode())
     with contextlib.suppress(Exception):
@@ -492,5 +442,4 @@ def _exit(message: str, status: int, slow: list[Any]) -> None:
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     time.sleep(_LINGER_S)
-    _kill(slow)
-    os._exit(status)
+    os._exit(HUNG)

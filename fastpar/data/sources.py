@@ -7,7 +7,7 @@ files.
 [Note: cache] A cache entry is one folder, named by the digest of content, tokenizer, split and
 format. It is written under a temporary name and renamed when complete, so that readers see all of
 it or nothing, and two concurrent writers end with the same entry; a lock file saves the second one
-the work. Checksums are compared at each opening; a damaged entry is built again.
+the work. Sizes are compared at each opening; a damaged entry is built again.
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ def _text_source(name: str, files: list[Path], *, skip_others: bool, where: str 
         if why is None:
             texts.append(file)
         elif skip_others:
-            skipped.append(file.name)
+            skipped.append(file)
             reason = reason or why
         else:
             raise ValueError(
@@ -392,20 +392,22 @@ def _text_source(name: str, files: list[Path], *, skip_others: bool, where: str 
         raise ValueError(
             f"load_data: expected text, got source={where or name} without any{rest}; use {SOURCES}"
         )
-    notes = []
-    if skipped:
-        names = ", ".join(skipped[:5]) + (", ..." if len(skipped) > 5 else "")
-        notes.append(f"{name}: skipped {len(skipped)} files that are not text ({reason}): {names}")
+    notes = _skipped(name, skipped, f"files that are not text ({reason})")
     return TextSource(name, lambda: (d for file in texts for d in _documents_of(file)), notes=notes)
+
+
+def _skipped(name: str, files: Sequence[Path], what: str) -> list[str]:
+    """A note about files that are not read, if there are any."""
+    names = ", ".join(file.name for file in files[:5]) + ", ..." * (len(files) > 5)
+    return [f"{name}: skipped {len(files)} {what}: {names}"] if files else []
 
 
 def _why_not_text(file: Path) -> str | None:
     decoder = codecs.getincrementaldecoder("utf-8")()
-    position = 0
     with file.open("rb") as stream:
         while True:
+            position, pending = stream.tell(), len(decoder.getstate()[0])
             block = stream.read(_BLOCK_BYTES)
-            pending = len(decoder.getstate()[0])
             if 0 in block:
                 return f"a zero byte at {position + block.index(0)}"
             try:
@@ -415,7 +417,6 @@ def _why_not_text(file: Path) -> str | None:
                 return f"byte {bad:#04x} at {position - pending + error.start}"
             if not block:
                 return None
-            position += len(block)
 
 
 def _documents_of(file: Path) -> Iterator[Document]:
@@ -451,8 +452,7 @@ def _open_records(files: list[Path], name: str, text_column: str, others: list[P
     rest = sorted({*files, *others} - {*train, *val})
     for file in (*train, *val):
         next(_texts_in(file, text_column), None)  # find a wrong field before reading everything
-    names = ", ".join(file.name for file in rest[:5]) + (", ..." if len(rest) > 5 else "")
-    notes = [f"{name}: skipped {len(rest)} other files: {names}"] if rest else []
+    notes = _skipped(name, rest, "other files")
 
     def documents(part: list[Path]) -> Iterator[Document]:
         return (text for file in part for text in _texts_in(file, text_column))
@@ -652,11 +652,9 @@ def _bare_ids(file: Path, size: int, bits: int) -> np.ndarray:
     return ids
 
 
-_CACHE_FORMAT = 2
+_CACHE_FORMAT = 3
 _BPE_TRAIN_BYTES = 128 << 20
 _BATCH_BYTES = 4 << 20
-_CHECKSUM_BLOCK_BYTES = 1 << 20
-_CHECKSUM_BLOCKS = 256
 
 
 @dataclass(frozen=True)
@@ -826,7 +824,7 @@ class Corpus:
 
 
 def _tokenize(corpus: Corpus, tokenizer: str, folder: Path, progress: bool) -> None:
-    """Write a complete cache entry into the folder: tokens, tokenizer, checksums."""
+    """Write a complete cache entry into the folder: tokens, tokenizer, sizes."""
     name, sizes = corpus.source.name, [*corpus.sizes, *corpus.val_sizes]
     texts = None
     if learns_from_text(tokenizer):
@@ -863,7 +861,7 @@ def _tokenize(corpus: Corpus, tokenizer: str, folder: Path, progress: bool) -> N
         "tokenizer": chosen.name,
         "dtype": dtype.str,
         "val_bytes": val_bytes,
-        "checksums": {file.name: _checksum(file) for file in sorted(folder.iterdir())},
+        "sizes": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
 
@@ -887,24 +885,12 @@ def _why_damaged(entry: Path) -> str | None:
         meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
         if not isinstance(meta["val_bytes"], int) or meta["dtype"] not in ("<u2", "<u4"):
             return "meta.json"
-        for file in {"train.bin", "val.bin", "tokenizer_config.json", *meta["checksums"]}:
-            if _checksum(entry / file) != meta["checksums"][file]:
+        for file in {"train.bin", "val.bin", "tokenizer_config.json", *meta["sizes"]}:
+            if (entry / file).stat().st_size != meta["sizes"][file]:
                 return file
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
-
-
-def _checksum(file: Path) -> str:
-    """Digest of the size and of evenly spaced blocks; all blocks for files up to 256 MiB."""
-    size = file.stat().st_size
-    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
-    step = max(_CHECKSUM_BLOCK_BYTES, -(-size // _CHECKSUM_BLOCKS))
-    with file.open("rb") as stream:
-        for start in range(0, size, step):
-            stream.seek(start)
-            digest.update(stream.read(_CHECKSUM_BLOCK_BYTES))
-    return digest.hexdigest()
 
 
 def digest_of(value: Any) -> str:
@@ -941,19 +927,16 @@ def _locked(file: Path, tried: Callable[[bool], None]) -> Iterator[bool]:
         tried: called with False if another process has it, before waiting for it, else with True.
     """
     with file.open("w") as stream:
-        works = taken = True
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # the latter on some network file systems
-            taken = False
-        except OSError:
-            works = False
-        tried(taken)
-        if not taken:
+        for how in (fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_EX):
+            works = taken = True
             try:
-                fcntl.flock(stream, fcntl.LOCK_EX)
-            except OSError:
-                works = False
+                fcntl.flock(stream, how)
+            except OSError as error:  # PermissionError on some network file systems
+                works, taken = False, not isinstance(error, BlockingIOError | PermissionError)
+            if how != fcntl.LOCK_EX:
+                tried(taken)
+            if taken:
+                break
         yield works
 
 

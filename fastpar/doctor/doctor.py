@@ -26,25 +26,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastpar.doctor.table import ProofTable, parse_proofs, row_of
-from fastpar.doctor.trial import (
-    FUSED_BY_COMPILE,
-    DeviceLost,
-    is_faster_compiled,
-    prove,
-    prove_apart,
-    warm,
-)
+from fastpar.doctor.trial import FUSED_BY_COMPILE, is_faster_compiled, prove, warm
 from fastpar.files.runs import Progress
 from fastpar.kernels import backend, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
 from fastpar.settings.model import GPTConfig, block_parts, widths
 
+ENDED = "a process ended during its trial; `fastpar doctor --again` tries it again"
 LEAST_ROWS, MOST_ROWS = 1 << 13, 1 << 15  # of a timed call; see [Note: rows]
 
 
@@ -113,18 +108,12 @@ class Prover:
         with table.locked():
             if not again and _is_known(table, case, compiled):
                 return table.proofs[case]
+            if str(case) in table.tried and not again:
+                _say(f"{case}: stock PyTorch runs, because {ENDED}")
+                return Proof(STOCK)
             try:
-                with table.trial(case) as ended:
-                    try:
-                        found = (prove_apart if ended else prove)(case, rows, compiled)
-                    except DeviceLost as lost:
-                        if lost.proof is not None:
-                            table.proofs[case] = lost.proof
-                        raise
-                    if isinstance(found, str):
-                        _say(f"{case}: {found}; this process runs stock PyTorch")
-                        return Proof(STOCK)
-                    proof = table.proofs[case] = found
+                with table.trial(case):
+                    proof = table.proofs[case] = prove(case, rows, compiled)
             except torch.OutOfMemoryError:
                 _say(f"{case}: out of memory during the trial; this process runs stock PyTorch")
                 return Proof(STOCK)
@@ -242,17 +231,20 @@ def adopt(
         gpu = 10 * about.major + about.minor, about.multi_processor_count
         leads = _prover.warm(unknown, gpu)
     how: dict[str, Any] = {"again": again, "compiled": compiled, "rows": rows}
-    bar = Progress(len(unknown), enabled=leads and sys.stderr.isatty(), bar=True)
+    shows = leads and sys.stderr.isatty() and find_spec("tqdm") is not None
+    bar = Progress(len(unknown), bar=True) if shows else None
     found: dict[Case, Proof] = {}
     for case in cases:
         start = time.perf_counter()
         found[case] = _prover.proof_of(case, **how)
         if case in unknown and case.device == "cuda":
-            bar.update(len(found.keys() & set(unknown)), str(case))
-            if not bar.enabled and (leads or not compiled_later):
+            if bar is not None:
+                bar.update(len(found.keys() & set(unknown)), str(case))
+            elif leads or not compiled_later:
                 seconds = time.perf_counter() - start
                 _say(f"{case}: proven in {seconds:.1f} s, runs {_runs(found[case])}")
-    bar.close()
+    if bar is not None:
+        bar.close()
     choice.proofs.update(found)
     return found
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from fastpar.doctor.doctor import adopt, cases_of_model, table_of
+from fastpar.doctor.doctor import ENDED, adopt, cases_of_model, table_of
 from fastpar.doctor.table import VERSION, row_of
 from fastpar.files.tensor_file import DTYPES
 from fastpar.kernels import backend
@@ -119,7 +119,7 @@ def row(case: Case, proof: Proof) -> str:
 
 
 def known_choices() -> list[str]:
-    """The contents of this machine's tables, for `fastpar info`."""
+    """The contents of this machine's tables, for `fastpar info`: who serves, where others do."""
     lines = []
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
         table = table_of(device)
@@ -127,21 +127,15 @@ def known_choices() -> list[str]:
             lines.append(f"proofs    {device}: none; `fastpar doctor --device {device}` makes them")
             continue
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(table.source.stat().st_mtime))
-        others = {case: proof for case, proof in table.proofs.items() if proof.chosen != OWN}
-        shared = {c: proof for c, proof in table.proofs.items() if set(proof.serves) != {OWN}}
+        others = {c: p for c, p in table.proofs.items() if (p.chosen, {*p.serves}) != (OWN, {OWN})}
         lines += [
             f"proofs    {device}: {len(table.proofs)} in {table.source}, of {made}",
             f"          for {versions(table.about)}",
-            f"          {len(table.proofs) - len(others)} run fastpar's kernel, others torch's:",
+            f"          {len(table.proofs) - len(others)} run fastpar's kernel alone, others:",
+            *(f"          {row(case, proof)}" for case, proof in others.items()),
+            *(f"          {line}" for line in notes(others)),
+            *(f"          {case}: stock PyTorch runs: {ENDED}" for case in sorted(table.tried)),
         ]
-        for case, proof in shared.items():
-            lines.append(
-                f"          {case}: forward by {proof.serves[0]}, backward by {proof.serves[1]}"
-            )
-        for case, proof in others.items():
-            times = f"{sum(proof.own_ms):.3f} ms, torch {sum(proof.instead_ms):.3f}"
-            why = f"is WRONG: {proof.wrong}" if proof.wrong else f"takes {times}"
-            lines.append(f"          {case}: fastpar's {why}")
     return lines
 
 
@@ -149,23 +143,10 @@ def notes(found: Mapping[Case, Proof]) -> list[str]:
     """Remarks below the table."""
     lines = [f"WRONG  {case}: {proof.wrong}" for case, proof in found.items() if proof.wrong]
     for case, proof in found.items():
+        others = [(peer.name, peer.wrong, peer.ms) for peer in proof.peers]
         if sum(proof.compiled_ms) > 0:
-            lines.append(
-                f"compiled  {case}: {proof.compiled_ms[0]:.3f} ms forward, "
-                f"{proof.compiled_ms[1]:.3f} backward by PyTorch's functions under torch.compile"
-            )
-        for peer in proof.peers:
-            times = f"{peer.ms[0]:.3f} ms forward, {peer.ms[1]:.3f} backward"
-            lines.append(
-                f"other  {case}: {peer.name} {f'is WRONG: {peer.wrong}' if peer.wrong else times}"
-            )
-        runs = proof.own_ms if proof.chosen == OWN else proof.instead_ms
-        times = f"{sum(runs):.3f} ms; PyTorch's functions alone take {sum(proof.stock_ms):.3f}"
-        if proof.stock_right:
-            lines.append(f"note   {case}: {times}, and are as right, with the same bits twice")
-        elif not proof.wrong and sum(runs) > 1.1 * sum(proof.stock_ms) > 0:
-            lines.append(
-                f"note   {case}: {times}, without input checks and without the same bits on every "
-                "layout"
-            )
+            others.append(("PyTorch's functions under torch.compile", "", proof.compiled_ms))
+        for name, wrong, (forward, backward) in others:
+            times = f"{forward:.3f} ms forward, {backward:.3f} backward"
+            lines.append(f"other  {case}: {name}: {f'is WRONG: {wrong}' if wrong else times}")
     return lines

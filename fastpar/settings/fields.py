@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import (
     Annotated,
     Any,
-    ClassVar,
     Literal,
     NamedTuple,
     TypeVar,
@@ -44,46 +43,34 @@ def called(name: str) -> Any:
 
 
 class More:
-    """Settings of additionally registered axes: one group per axis, by name."""
+    """The type of Parallel.more: the settings of registered axes, a field per axis by its name."""
 
-    groups: ClassVar[dict[str, type]] = {}
 
-    def __init__(self, **groups: Any) -> None:
-        vars(self).update(groups)
+_groups: dict[str, type] = {}  # name of a registered axis -> the dataclass of its settings
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in self.groups:
-            raise AttributeError(name)
-        return self.groups[name]()
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, More) and all(
-            getattr(self, name) == getattr(other, name) for name in self.groups
-        )
+def add_group(axis: str, group: type) -> None:
+    """Add the settings of a registered axis. Settings made before lack them."""
+    _groups[axis] = group
+    leaves.cache_clear()
+    added.cache_clear()
 
-    def __hash__(self) -> int:
-        return hash(tuple(getattr(self, name) for name in self.groups))
 
-    def __repr__(self) -> str:
-        return f"More({', '.join(f'{name}={value}' for name, value in vars(self).items())})"
+@functools.cache
+def added() -> type:
+    """The dataclass of the groups of registered axes."""
+    made = [(axis, of, dataclasses.field(default_factory=of)) for axis, of in _groups.items()]
+    return dataclasses.make_dataclass("More", made, bases=(More,), frozen=True)
 
-    @classmethod
-    def add(cls, name: str, group: type) -> None:
-        """Register the settings of one more axis."""
-        cls.groups[name] = group
-        leaves.cache_clear()
 
-    @classmethod
-    def as_dataclass(cls) -> type:
-        """The groups as fields of a dataclass, for the command line."""
-        made = dataclasses.field
-        fields = [(name, of, made(default_factory=of)) for name, of in cls.groups.items()]
-        return dataclasses.make_dataclass("More", fields, frozen=True)
+def more() -> Any:
+    """The settings of registered axes, with their defaults."""
+    return added()()
 
-    @classmethod
-    def of_command(cls) -> Any:
-        """The annotation that makes tyro use as_dataclass()."""
-        return for_tyro(lambda conf: conf.arg(constructor_factory=cls.as_dataclass))
+
+def of_axes() -> Any:
+    """The annotation by which tyro makes the flags of registered axes."""
+    return for_tyro(lambda conf: conf.arg(constructor_factory=added))
 
 
 class Leaf(NamedTuple):
@@ -103,11 +90,8 @@ def leaves(tree: type) -> dict[str, Leaf]:
             hint, *extras = get_args(annotated)
             given = [e if isinstance(e, str) else getattr(e, "name", None) for e in extras]
             name = next((n.replace("-", "_") for n in given if n), field)
-        if hint is More:
-            for group, of_axis in More.groups.items():
-                inner = leaves(of_axis).items()
-                found |= {n: Leaf((field, group, *leaf.path), leaf.hint) for n, leaf in inner}
-        elif dataclasses.is_dataclass(hint):
+        hint = added() if hint is More else hint
+        if dataclasses.is_dataclass(hint):
             assert isinstance(hint, type)
             inner = leaves(hint).items()
             found |= {n: Leaf((field, *leaf.path), leaf.hint) for n, leaf in inner}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from fastpar.settings.fields import More, called, changed, for_tyro
+from fastpar.settings.fields import More, called, changed, for_tyro, more, of_axes
 
 _FORMATS = {
     **{"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"},
@@ -139,12 +139,8 @@ class Parallel:
     """Size of the first bucket in MB; smaller modules share a bucket with their neighbours."""
     prefetch: int = 1
     """At ZeRO 3: number of blocks whose weights are gathered ahead of use."""
-    more: Annotated[More, More.of_command()] = field(default_factory=More)
+    more: Annotated[More, of_axes()] = field(default_factory=more)
     """Settings of additionally registered axes; see fastpar/axes."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.more, More):  # made by the command line
-            object.__setattr__(self, "more", More(**vars(self.more)))
 
     @classmethod
     def of(cls, **values: Any) -> Parallel:

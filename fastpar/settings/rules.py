@@ -5,8 +5,8 @@ after auto is resolved, the model's sizes (n_layer, n_head, n_embd, shape), `dp`
 data-parallel ranks). Rules about facts that are learned later are checked then.
 
 [Note: spelling] In a text, <pp> becomes `--pp` for a command and `pp` for a function; <pp=2>
-becomes `--pp 2` or `pp=2`; <schedule=zb-h1|zb-v> becomes the value that was found; {lr} is replaced
-by the value of lr.
+becomes `--pp 2` or `pp=2`; of <schedule=zb-h1|zb-v> the value that is set is named; {lr} is
+replaced by the value of lr.
 """
 
 from __future__ import annotations
@@ -520,7 +520,8 @@ def broken(
 
 def message(rule: Rule, who: str, values: Mapping[str, Any]) -> str:
     """The error message of a broken rule."""
-    says, way_out = (_spelled(text, who, values) for text in (rule.says, rule.way_out))
+    texts = (_spelled(text, who, values) for text in (rule.says, rule.way_out))
+    says, way_out = (text.format_map(values) for text in texts)
     if not rule.says.startswith("<"):
         name = rule.names[0]
         says = f"{who}: expected {says}, got {name}={values[name]}"
@@ -528,38 +529,22 @@ def message(rule: Rule, who: str, values: Mapping[str, Any]) -> str:
     return text.replace("outer_", "") if who == "Outer" else text  # the names of its arguments
 
 
-def _spelled(text: str, who: str, values: Mapping[str, Any] | None) -> str:
-    """Fill in a rule's text, see [Note: spelling]; values None: names instead of values."""
+def _spelled(text: str, who: str, values: Mapping[str, Any]) -> str:
+    """Spell the settings in <> for a command or function, see [Note: spelling]."""
 
     def spell(match: re.Match[str]) -> str:
-        name, given = match.groups()
-        known = (given or "").split("|")
-        found = None if values is None else values.get(name)
-        value: Any = None
-        if given is None:
-            value = False if found is False and DEFAULTS.get(name) is not False else None
-        else:
-            several = re.sub(r", (\S+)$", r" or \1", ", ".join(known))
-            value = str(found) if str(found) in known else several
+        name, listed = match.groups()
+        value = values.get(name)
+        if listed is not None:
+            value = str(value) if str(value) in listed.split("|") else listed.replace("|", " or ")
+        elif value is not False or DEFAULTS.get(name) is False:
+            value = None  # only the name
         if who not in COMMANDS:
             return name if value is None else f"{name}={value}"
         off = str(value) == "False"
-        return option(name, not off) + f" {value}" * (value is not None and not off)
+        return option(name, not off) + ("" if value is None or off else f" {value}")
 
-    text = re.sub(r"<(\w+)(?:=([^>]*))?>", spell, text)
-    return text.format_map(_Names() if values is None else values)
-
-
-class _Name(str):
-    def __getattr__(self, name: str) -> str:
-        return name
-
-
-class _Names(dict[str, _Name]):
-    """Formats each value as its name."""
-
-    def __missing__(self, name: str) -> _Name:
-        return _Name(name)
+    return re.sub(r"<(\w+)(?:=([^>]*))?>", spell, text)
 
 
 def known(flags: TrainFlags, shape: GPTConfig | None) -> dict[str, Any]:
@@ -618,10 +603,9 @@ def rules_text() -> str:
     every = [pair.rule() for pair in PAIRS]
     every += [rule for rule in (*RULES, *OF_IDLE) if rule[2:] not in {r[2:] for r in every}]
     for i, rule in enumerate(every, 1):
-        says = _spelled(rule.says, "train", None)
-        whole = f"{says}; {_spelled(rule.way_out, 'train', None)}"
-        indent = " " * 5
-        lines += textwrap.wrap(f"{i:3}. {whole}", 100, subsequent_indent=indent)
+        text = _spelled(f"{i:3}. {rule.says}; {rule.way_out}", "train", {})
+        text = re.sub(r"\{(?:\w+\.)*(\w+)\}", r"\1", text)  # names instead of values
+        lines += textwrap.wrap(text, 100, subsequent_indent=" " * 5)
     return "\n".join(lines)
 
 

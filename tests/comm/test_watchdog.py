@@ -29,8 +29,8 @@ class Ranks:
 
     def start(self, rank, body, *args):
         def run():
-            def end(message, status, slow):
-                self.said[rank] = (message, status, slow)
+            def end(message):
+                self.said[rank] = message
 
             dog = watchdog.Watchdog(
                 rank, self.world_size, timeout_s=TIMEOUT_S, store=self.store, end=end
@@ -139,28 +139,23 @@ def test_who_is_waited_for_is_named(ranks, scene, monkeypatch):
     some.wait_for(words)
     assert time.monotonic() - began < TIMEOUT_S + 5
     for rank, pattern in words.items():
-        message, status, slow = some.said[rank]
-        assert status == watchdog.HUNG
+        message = some.said[rank]
         first, *stack = message.splitlines()
         assert first.startswith("watchdog: a collective did not end within timeout=1.2s: rank ")
         assert re.search(pattern, message, re.DOTALL), message
         if scene == "not waiting":
             assert stack[0] == "  last stack of rank 1, innermost last:"
             assert any(row.endswith(" a_long_computation") for row in stack)
-            assert slow == watchdog._process(os.getpid())
             assert 1 not in some.said
 
 
 @pytest.mark.slow
-def test_one_that_has_left_after_a_restart(ranks):
-    """Later ranks share the store and ignore what is left there."""
+def test_one_that_has_left_is_named(ranks):
     two = ranks(2)
-    for rank in (0, 1):
-        two.start(rank, a_long_computation, 1, "all_reduce")
-        two.wait_for([rank])
-        message = two.said[rank][0]
-        two.end()
-    assert ": rank 0 has left the run; rank 1 has waited 1." in message
+    two.start(0, lambda ranks: time.sleep(0.3))
+    two.start(1, a_long_computation, 1, "all_reduce")
+    two.wait_for([1])
+    assert ": rank 0 has left the run; rank 1 has waited 1." in two.said[1]
 
 
 @pytest.mark.slow
@@ -229,18 +224,11 @@ def test_a_device_that_is_in_a_collective():
 
 
 @pytest.mark.slow
-def test_the_end_of_a_rank_leaves_its_message_and_kills_the_slow_one(tmp_path):
-    """And no other process that has got its number meanwhile."""
-    stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-    known = watchdog._process(stopped.pid)
-    watchdog._kill([*known[:3], "1"])
-    watchdog._kill([])
-    time.sleep(0.1)
-    assert stopped.poll() is None
-    code = f"""
+def test_the_end_of_a_rank_leaves_its_message(tmp_path):
+    code = """
 from fastpar.comm import watchdog
 watchdog._LINGER_S = 0.1
-watchdog._exit("watchdog: words", watchdog.HUNG, {known})
+watchdog._exit("watchdog: words")
 """
     note = tmp_path / "error.json"
     environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(note)}
@@ -250,7 +238,6 @@ watchdog._exit("watchdog: words", watchdog.HUNG, {known})
     assert done.returncode == watchdog.HUNG
     assert done.stderr.startswith("\nwatchdog: words\n")
     assert json.loads(note.read_text())["message"]["message"] == "RuntimeError: watchdog: words"
-    assert stopped.wait(10) == -9
 
 
 def test_one_rank_has_nobody_to_wait_for():

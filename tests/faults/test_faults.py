@@ -239,10 +239,8 @@ NAMED = (
     ("nproc", "victim", "options"),
     [
         (2, 1, (*SHM, "--zero=3")),
-        (2, 1, (*GLOO, "--pp=2")),
-        (2, 0, (*SHM, "--tp=2")),
+        (2, 0, (*GLOO, "--pp=2")),
         (4, 3, (*GLOO, "--tp=2", "--zero=3")),
-        (2, 0, (*SHM, "--pp=2", "--schedule=zb-v", "--n-layer=2")),
     ],
 )
 def test_all_others_name_a_stopped_rank_in_time(here, start, nproc, victim, options):
@@ -258,7 +256,7 @@ def test_all_others_name_a_stopped_rank_in_time(here, start, nproc, victim, opti
         assert time.monotonic() - began < TIMEOUT_S + 5, {r: said_by(r) for r in others}
         time.sleep(0.02)
     assert time.monotonic() - began >= TIMEOUT_S - 0.5
-    code, _, err = finish(launcher, timeout_s=25)
+    code, _, err = finish(launcher, timeout_s=60)  # torchrun waits 30 s for the stopped one
     assert code == 1
     assert all_gone(ranks.values())
     for rank in others:

@@ -66,7 +66,7 @@ REFUSED = [
     ({**WIRE, "deterministic": True}, f"--deterministic{APART}--wire-gradients: compression depen"),
     ({"offload": "parameters", "zero_stage": 2}, "--offload parameters needs --zero 3: only"),
     ({"offload_pinned": False}, "--no-offload-pinned needs --offload; add --offload, or drop"),
-    ({"shard_size": 2}, "--shard-size needs --zero 1, 2 or 3; add --zero 1, or drop --shard-siz"),
+    ({"shard_size": 2}, "--shard-size needs --zero 1 or 2 or 3; add --zero 1, or drop --shard-s"),
     ({"replicas": 2}, "--replicas needs --outer-every; add --outer-every 50 to sync"),
     ({"grad_dtype": "bf16", "dtype": "fp32"}, "grad_dtype to be fp32 or the format of the weights"),
     ({"reduce_dtype": "fp16", "dtype": "bf16"}, "of the weights, bf16, got reduce_dtype=fp16; dr"),

@@ -56,7 +56,7 @@ NO_MEMORY = "Traceback ...\nRuntimeError: no memory\n"
         (("sys.exit(3)", "time.sleep(0.3); sys.exit(1)"), "RuntimeError: no memory\nx", NO_MEMORY,
          "failed: RuntimeError: no memory"),
         (("", "sys.exit(7)"), None, "", "failed: exit status 7"),
-        # Who tells of a hang has killed the one that hung.
+        # Who tells of a hang knows the cause.
         ((KILLED, f"time.sleep(0.3); sys.exit({HUNG})"), "watchdog: got rank=0 stuck", "",
          "failed: watchdog: got rank=0 stuck"),
         # A user's mistake is said once, by rank 0 or for it.
