@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -99,24 +99,12 @@ class ExportCommand(_OfWeights):
     """Export the moving average of the weights instead, of a run with --ema."""
 
 
-class _Unfailing(io.RawIOBase):
-    """Writes to a file descriptor and ignores failures: a full disk, a closed pipe."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
+class _Unfailing(io.FileIO):
+    """A descriptor whose failed writes raise no error: a full disk, a closed pipe."""
 
     def write(self, text: Any) -> int:
         with contextlib.suppress(OSError):
-            return os.write(self._descriptor, text)
+            return super().write(text)
         return len(text)
 
 
@@ -129,23 +117,18 @@ def _open_streams(unfailing: bool) -> None:
         unfailing: failed writes to stdout and stderr raise no error.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         stream = getattr(sys, name)
         if stream is None:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             stream = open(descriptor, "w" if descriptor else "r")  # noqa: SIM115
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
-        if stream is not getattr(sys, f"__{name}__"):
+        elif stream is not getattr(sys, f"__{name}__"):  # the caller's
             continue
         stream.reconfigure(errors="backslashreplace" if descriptor else "surrogateescape")
         if unfailing and descriptor:
-            raw = io.BufferedWriter(_Unfailing(descriptor))
             lines = descriptor == 2 or stream.isatty()
-            fresh = io.TextIOWrapper(raw, stream.encoding, stream.errors, None, lines)
-            setattr(sys, name, fresh)
+            raw = io.BufferedWriter(_Unfailing(descriptor, "w", closefd=False))
+            stream = io.TextIOWrapper(raw, stream.encoding, stream.errors, None, lines)
+        setattr(sys, name, stream)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -328,8 +311,9 @@ def _train(arguments: list[str]) -> int:
     arguments = ["--help" if word == "--help-all" else word for word in arguments]
     adopt_scheduler(os.environ)
     _check_environment()
-    with _naming_saved_settings(arguments):
-        config = parse_train(arguments)
+    base = _read_base(arguments)
+    try:
+        config = _config_of(base)
         nproc = _ranks_to_start(config)
         if not is_rank():
             together = math.prod(ranks_of_batch(config.mesh).values())  # per replica
@@ -349,6 +333,16 @@ def _train(arguments: list[str]) -> int:
         with launch.interrupt_kills():
             from fastpar.train.trainer import train
         return train(config)
+    except ValueError as error:
+        flags = re.findall(r"--(?:no-)?([\w-]+)", str(error))
+        named = [name for name in base.saved if option(name)[2:] in flags]
+        if not named:
+            raise
+        values = ", ".join(f"{name}={base.saved[name]}" for name in named)
+        unset = " ".join(option(name)[2:] for name in named)
+        raise ValueError(
+            f"{error}; {base.file} has {values}: override it, or add --unset {unset}"
+        ) from None
 
 
 def _ranks_to_start(config: TrainConfig) -> int:
@@ -406,10 +400,9 @@ class _Base(NamedTuple):
     changes: dict[str, Any]  # applied after the flags: the run to resume
     saved: dict[str, Any]  # settings of that run that differ from defaults and that no flag sets
     file: Path  # the config.json of that run
-    unknown: list[str]  # settings in it that this process does not know, with their values
 
 
-def _read_base(arguments: list[str], *, quiet: bool = False) -> _Base:
+def _read_base(arguments: list[str]) -> _Base:
     """Read the settings of files and of a run to resume; return them with the remaining flags."""
     first = argparse.ArgumentParser("fastpar train", add_help=False, allow_abbrev=False)
     first.add_argument("--config", metavar="FILE")
@@ -434,13 +427,16 @@ def _read_base(arguments: list[str], *, quiet: bool = False) -> _Base:
             )
     file = Path(out or "") / "config.json"
     resumes = out is not None and file.exists() and (known.resume or automatic)
-    base, saved, old = TrainFlags(), {}, []
+    base, saved = TrainFlags(), {}
     defaults = base.settings()
     if resumes:
         saved = {setting_name(name): value for name, value in read_settings(file).items()}
         old = sorted(f"{name}={saved.pop(name)}" for name in saved.keys() - defaults.keys())
-        if old and not quiet and os.environ.get("RANK", "0") == "0" and not launched_here():
-            _note(f"train: ignored settings of another version: {', '.join(old)}")
+        if old and os.environ.get("RANK", "0") == "0" and not launched_here():
+            _note(
+                "train: ignored settings of another version, or of an axis that is not registered "
+                f"(fastpar.axes.register): {', '.join(old)}"
+            )
         base = base.replace(saved, str(file))
     base = base.replace(given, str(files.config))
     unset = {setting_name(name.lstrip("-")) for name in files.unset}
@@ -453,36 +449,7 @@ def _read_base(arguments: list[str], *, quiet: bool = False) -> _Base:
         if name in saved and name not in overridden and value != defaults[name]
     }
     changes = {"out": out, "resume": resumes, "auto_resume": True} if automatic else {}
-    return _Base(base, arguments, changes, saved, file, old)
-
-
-@contextlib.contextmanager
-def _naming_saved_settings(arguments: list[str]) -> Iterator[None]:
-    """If an error says to drop a flag that the resumed run has set, say how to unset it; if its
-    checkpoint does not fit, name its settings that this process does not know."""
-    try:
-        yield
-    except ValueError as error:
-        text, _, advice = str(error).rpartition("; ")
-        about_state = "--resume" in arguments and "/checkpoints/step_" in text
-        if not about_state and not re.search("leave|drop", advice):
-            raise
-        base = _read_base(arguments, quiet=True)
-        if about_state and base.unknown:
-            raise ValueError(
-                f"{text}; {base.file} has {', '.join(base.unknown)}, unknown here: before it "
-                "resumes, register the axis that has this setting (fastpar.axes.register)"
-            ) from None
-        where = f"{text} {advice}" if "drop one of them" in advice else advice
-        flags = {setting_name(flag) for flag in re.findall(r"--(?:no-)?([\w-]+)", where)}
-        named = {name: value for name, value in base.saved.items() if name in flags}
-        if not named:
-            raise
-        values = ", ".join(f"{name}={value}" for name, value in named.items())
-        names = " ".join(option(name)[2:] for name in named)
-        raise ValueError(
-            f"{text}; {base.file} has {values}: override it, or add --unset {names}"
-        ) from None
+    return _Base(base, arguments, changes, saved, file)
 
 
 def parse_train(arguments: list[str]) -> TrainConfig:
@@ -492,14 +459,17 @@ def parse_train(arguments: list[str]) -> TrainConfig:
         ValueError: a file or a setting is invalid.
         SystemExit: unknown flags, from tyro.
     """
-    base, arguments, changes, saved = _read_base(arguments)[:4]
-    flags = _parse(TrainFlags, arguments, "train", base)
+    return _config_of(_read_base(arguments))
+
+
+def _config_of(base: _Base) -> TrainConfig:
+    flags = _parse(TrainFlags, base.arguments, "train", base.flags)
     nproc = flags.system.nproc
     ranks = int(os.environ["WORLD_SIZE"]) if is_rank() else nproc
-    flags = without_idle(flags, saved, ranks).replace(changes)
+    flags = without_idle(flags, base.saved, ranks).replace(base.changes)
     config = TrainConfig(**vars(flags))
     by_torchrun = is_rank() and not launched_here()
-    if by_torchrun and nproc not in (base.system.nproc, ranks):
+    if by_torchrun and nproc not in (base.flags.system.nproc, ranks):
         raise ValueError(
             f"train: expected no --nproc under a launcher that has started {ranks} ranks, got "
             f"nproc={nproc}; use torchrun --nproc-per-node, srun --ntasks or mpirun -n"

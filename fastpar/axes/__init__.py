@@ -161,13 +161,13 @@ class Axis:
         """Bytes allocated on this rank besides those of buckets, by kind."""
         return {}
 
-    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Iterable[str]:
-        """Text at the start of a run: a few words, then perhaps lines.
+    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Mapping[str, str]:
+        """Words for the lines at the start of a run, by the first word of the line, such as ranks.
 
         Args:
-            known: settings in effect by name, and world_size.
+            known: settings in effect by name, world_size, dp, n_shards and transport.
         """
-        return ()
+        return {}
 
     def record(self, shards: Any) -> dict[str, Any]:
         """Notes of a checkpoint on how this axis ran, by name, for people."""

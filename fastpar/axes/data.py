@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -267,6 +267,11 @@ class Data(Axis):
     name = "data"
     order = 60
     place = 1
+
+    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
+        names = {"ZeRO": "zero_stage", "shards": "n_shards"}
+        names |= {name: name for name in ("transport", "accumulate")}
+        return {"ranks": ", ".join(f"{word} {known[name]}" for word, name in names.items())}
 
     def attach(self, making: Making, engine: Any) -> None:
         """Exchange a model's delayed fp8 scales in each step."""

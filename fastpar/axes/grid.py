@@ -440,9 +440,9 @@ class Gridded(Axis):
         yield column("all_reduce", n_micro if setup.stage == 0 else 1, mine)
         yield CommOp("all_reduce", "tp", wide, r * setup.depth, c, n_micro, "")  # the loss
 
-    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Iterator[str]:
-        if known["tp_grid"] is not None:
-            yield f"grid {known['tp_grid']} (samples by rows, features by columns)"
+    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
+        grid = known["tp_grid"]
+        return {"ranks": f"grid {grid} (samples by rows, features by columns)"} if grid else {}
 
     def split(self, making: Making) -> None:
         model, mesh = making.model, making.mesh

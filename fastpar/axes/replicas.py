@@ -14,7 +14,7 @@ arXiv 1808.07217
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,9 +50,9 @@ class Replicas(Axis):
     name = "replicas"
     order = 10
 
-    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Iterator[str]:
-        if known["outer_every"] is not None:
-            yield f"replicas {known['replicas']}, averaged every {known['outer_every']} steps"
+    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
+        replicas, steps = known["replicas"], known["outer_every"]
+        return {"ranks": f"replicas {replicas}, averaged every {steps} steps"} if steps else {}
 
     def what_if(self, workload: Workload, setup: Setup, prices: Any) -> Sequence[str]:
         """For each interval: below which link speed replicas pay."""

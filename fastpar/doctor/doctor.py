@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -242,17 +243,20 @@ def adopt(
         gpu = 10 * about.major + about.minor, about.multi_processor_count
         leads = _prover.warm(unknown, gpu)
     how: dict[str, Any] = {"again": again, "compiled": compiled, "rows": rows}
-    bar = Progress(len(unknown), enabled=leads and sys.stderr.isatty(), bar=True)
+    shows = leads and sys.stderr.isatty() and find_spec("tqdm") is not None
+    bar = Progress(len(unknown), bar=True) if shows else None
     found: dict[Case, Proof] = {}
     for case in cases:
         start = time.perf_counter()
         found[case] = _prover.proof_of(case, **how)
         if case in unknown and case.device == "cuda":
-            bar.update(len(found.keys() & set(unknown)), str(case))
-            if not bar.enabled and (leads or not compiled_later):
+            if bar is not None:
+                bar.update(len(found.keys() & set(unknown)), str(case))
+            elif leads or not compiled_later:
                 seconds = time.perf_counter() - start
                 _say(f"{case}: proven in {seconds:.1f} s, runs {_runs(found[case])}")
-    bar.close()
+    if bar is not None:
+        bar.close()
     choice.proofs.update(found)
     return found
 

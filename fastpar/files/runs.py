@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
 import itertools
 import json
-import math
 import os
 import re
 import socket
@@ -282,64 +280,58 @@ def _can_show_bar() -> bool:
 
 
 class Progress:
-    """Progress of steps: a bar on a terminal, otherwise a line every few seconds.
+    """Progress of steps by tqdm: a bar on a terminal, otherwise a line every few seconds.
 
     Args:
         total: total number of steps.
         initial: steps done before this start.
-        enabled: False: print nothing.
-        bar: whether to use a bar; None: if stderr is a terminal.
+        bar: whether to draw a bar; None: if stderr is a terminal.
     """
 
-    def __init__(
-        self, total: int, initial: int = 0, *, enabled: bool = True, bar: bool | None = None
-    ) -> None:
-        self.total, self.enabled = total, enabled
-        self._first_step, self._started = initial, time.monotonic()
-        self._last_line = -math.inf
-        self._bar: Any = None
-        bar = _can_show_bar() if bar is None else bar
-        if enabled and bar and importlib.util.find_spec("tqdm") is not None:
-            from tqdm import tqdm
+    def __init__(self, total: int, initial: int = 0, *, bar: bool | None = None) -> None:
+        from tqdm import tqdm
 
-            self._bar = tqdm(
-                total=total,
-                initial=initial,
-                unit="step",
-                dynamic_ncols=True,
-                bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
-                "[{elapsed}<{remaining}{postfix}]",
-            )
+        how: dict[str, Any] = {
+            "bar_format": "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
+            "[{elapsed}<{remaining}{postfix}]",
+            "dynamic_ncols": True,
+        }
+        if not (_can_show_bar() if bar is None else bar):
+            how = {
+                "bar_format": "step {n_fmt}/{total_fmt}, eta {remaining}{postfix}",
+                "mininterval": _INTERVAL_S,
+                "delay": 1e-3,  # no line before the first step
+                "file": _Lines(),
+                "leave": False,
+            }
+        self._tqdm = tqdm(total=total, initial=initial, miniters=1, **how)
 
     def update(self, step: int, text: str) -> None:
         """Report that `step` steps are done; text: loss, tokens/s."""
-        if not self.enabled:
-            return
-        if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(step - self._bar.n)
-            return
-        now = time.monotonic()
-        if now - self._last_line < _INTERVAL_S and step != self.total:
-            return
-        self._last_line = now
-        done = step - self._first_step
-        left = (now - self._started) / done * (self.total - step) if done else 0.0
-        print(f"step {step}/{self.total}  {text}  eta {duration(left)}", flush=True)
+        self._tqdm.set_postfix_str(text, refresh=False)
+        self._tqdm.update(step - self._tqdm.n)
 
     def say(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
-        if not self.enabled:
-            return
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
-            sys.stdout.flush()
-        else:
-            print(text, flush=True)
+        self._tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        """End the bar, or print the last step if no line did."""
+        if self._tqdm.n > self._tqdm.last_print_n:
+            self._tqdm.refresh()
+        self._tqdm.close()
+
+
+class _Lines:
+    """What tqdm would draw, as lines on stdout."""
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            print(text.strip(), flush=True)
+
+    def flush(self) -> None:
+        pass
 
 
 def smoothed(values: Sequence[float], reach: int) -> list[float]:

@@ -1,13 +1,8 @@
-"""Predictions for `fastpar train`: whether a run fits into memory, and what it should take.
+"""A prediction for `fastpar train`: whether a run fits into memory.
 
 Before a model is built, the memory that certainly stays between two steps is counted: weights,
 gradients, the optimizer's state (memory.predict_states()), but no activations and nothing in
 flight. So a refused run could not have worked; an accepted run may still run out of memory.
-
-At the end of a run, from its settings and the choices at its start:
-
-    memory   predicted 52.1 MB, measured 51.0 MB (+2.2 %): parameters 12.0 MB, ...
-    step     predicted 61.0 ms (measured on this machine, ...), measured 58.2 ms (+4.8 %)
 """
 
 from __future__ import annotations
@@ -16,7 +11,6 @@ import contextlib
 import math
 import os
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +19,7 @@ import torch
 from fastpar.axes.step import Setup, Workload
 from fastpar.comm.host import free_memory
 from fastpar.comm.ranks import local_ranks
-from fastpar.predict.machine import Cluster, DatasheetRates, MeasuredRates, device_of, find_rates
-from fastpar.predict.memory import activations_on_host, format_bytes, predict_memory, predict_states
-from fastpar.predict.time import Rates, predict_step
+from fastpar.predict.memory import activations_on_host, format_bytes, predict_states
 from fastpar.settings.model import GPTConfig, count_parameters
 
 
@@ -156,66 +148,3 @@ def host_memory(root: Path = Path("/")) -> int:
         with contextlib.suppress(OSError, ValueError):  # another version; "max"
             limits.append(int((root / name).read_text()))
     return min(limits, default=1 << 62)
-
-
-# What a run should take
-
-
-def predict(shape: GPTConfig, setup: Setup, facts: dict[str, Any]) -> dict[str, Any]:
-    """Predicted bytes and ms of a run, their parts, and the source of the rates.
-
-    Args:
-        setup: with the run's settings; facts: device and threads, see RunFolder.
-    """
-    if setup.transport == "none":  # a single rank
-        setup = setup.change(transport="shm")
-    workload = setup.workload(shape)
-    memory = predict_memory(workload, setup)
-    rates, whose = rates_of(workload, setup, facts)
-    step = predict_step(workload, setup, rates)
-    return {
-        "predicted_bytes": memory.total,
-        "memory": {name: int(size) for name, size in asdict(memory).items() if size},
-        "predicted_ms": step.step_s * 1e3,
-        "step_ms": {name: seconds * 1e3 for name, seconds in step.parts.items() if seconds},
-        "rates": whose,
-        "measured_rates": isinstance(rates, MeasuredRates),
-    }
-
-
-def rates_of(workload: Workload, setup: Setup, facts: dict[str, Any]) -> tuple[Rates, str]:
-    """(rates, source): this machine's if such ranks have been measured, else a data sheet's.
-
-    Raises:
-        ValueError: unusable measured rates, see find_rates.
-    """
-    note, on_gpu = "", setup.device_type == "cuda"
-    found = find_rates(
-        device_type=setup.device_type,
-        dtype=setup.dtype,
-        ranks=setup.world_size,
-        threads=facts["threads"],
-        dropout=workload.shape.dropout > 0,
-    )
-    if found is not None:
-        return found, str(found)
-    device = device_of(facts["device"]) if on_gpu else "cpu"
-    if device is None:
-        device, note = "h100", f"; {facts['device']} is not in the table"
-    name = device if isinstance(device, str) else device.name
-    rates = DatasheetRates(Cluster.of(device, setup.world_size), setup)
-    return rates, f"data sheet of {name}{note}; `fastpar plan --measure` makes it exact"
-
-
-def lines_of(row: dict[str, Any]) -> list[str]:
-    """The two lines for the end of the run."""
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in row["memory"].items())
-    memory = f"predicted {format_bytes(row['predicted_bytes'])}"
-    if row["measured_bytes"]:
-        error = row["predicted_bytes"] / row["measured_bytes"] - 1
-        memory += f", measured {format_bytes(row['measured_bytes'])} ({error:+.1%})"
-    step = f"predicted {row['predicted_ms']:.1f} ms ({row['rates']})"
-    if row["measured_ms"]:
-        error = row["predicted_ms"] / row["measured_ms"] - 1
-        step += f", measured {row['measured_ms']:.1f} ms ({error:+.1%})"
-    return [f"memory   {memory}: {parts}", f"step     {step}"]

@@ -10,13 +10,6 @@ run.lock         see runs.py
 
 The other ranks have a silent journal, so that the loop is the same on every rank. With several
 replicas, the first one reports progress; the others report only unusual events, with their number.
-
-[Note: the two lines at the end] compare measured memory and step time with predict/run.py.
-StepMemory measures memory in one early step on every rank, which slows that step only; the largest
-value counts. Step time is the median of all but the first steps, on the slowest rank, from the
-first forward to the end of the update. The values are also in metrics.jsonl, in the row with
-"prediction". The lines are printed only if `fastpar plan --measure` has measured this machine,
-because predictions from data sheets are too rough.
 """
 
 from __future__ import annotations
@@ -30,13 +23,11 @@ import platform
 import re
 import shlex
 import signal
-import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -44,23 +35,16 @@ from torch import Tensor
 
 from fastpar._version import __version__
 from fastpar.axes import every
-from fastpar.axes.step import Setup
 from fastpar.comm.host import memory_mb
 from fastpar.comm.mesh import Mesh
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import IdTokenizer
-from fastpar.engine.control import gather_numbers
 from fastpar.engine.engine import Engine
 from fastpar.files import runs
 from fastpar.files.packages import import_package
 from fastpar.files.plain_files import write_text
 from fastpar.models.gpt import GPT
-from fastpar.predict.memory import StepMemory, held_bytes
-from fastpar.predict.run import lines_of, predict
 from fastpar.settings.config import TrainConfig
-from fastpar.settings.mesh import ranks_of_batch
-from fastpar.settings.model import GPTConfig
-from fastpar.settings.parallel import MeshSettings
 from fastpar.train.sample import sample
 
 
@@ -191,66 +175,25 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-_BLOCK_BYTES = 1 << 16
 _MOST_POINTS = 2000  # the picture is about 900 pixels wide
 
 
 def drop_later(path: Path, step: int) -> None:
-    """Remove the rows of later steps, and lines that a crash cut off, from the end of a file.
-
-    Rows of events may be of an earlier step than those before them; rows of steps are in order, so
-    the last one to keep ends the search.
-    """
-    kept, start = [], 0
-    with path.open("ab+") as file:
-        for at, line in _from_end(file):
+    """Remove the rows of later steps, and lines that a crash cut off, from a file, in place."""
+    path.touch()
+    with path.open("rb") as old, path.open("rb+") as new:  # which is never ahead of old
+        for line in old:
             row = _row(line)
             if row is not None and row["step"] <= step:
-                kept.append(line.rstrip(b"\n") + b"\n")
-                if "loss" in row:
-                    start = at
-                    break
-    with path.open("rb+") as file:
-        file.seek(start)
-        file.writelines(reversed(kept))
-        file.truncate()
+                new.write(line.rstrip(b"\n") + b"\n")
+        new.truncate()
 
 
-def _from_end(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of each line, the last one first."""
-    end, rest = file.seek(0, os.SEEK_END), b""
-    while end:
-        start = max(0, end - _BLOCK_BYTES)
-        file.seek(start)
-        lines = (file.read(end - start) + rest).splitlines(keepends=True)
-        at, rest = start + sum(map(len, lines)), lines.pop(0) if start else b""
-        for line in reversed(lines):
-            at -= len(line)
-            yield at, line
-        end = start
-
-
-class Curve:
-    """Points of a curve; neighbours are averaged once there are more than twice `most`."""
-
-    def __init__(self, most: int) -> None:
-        self.steps: list[float] = []
-        self.values: list[float] = []
-        self.joined = 1  # points that were averaged into one
-        self._most, self._sum, self._count = most, 0.0, 0
-
-    def add(self, step: float, value: float) -> None:
-        """Add a point on the right."""
-        self._sum, self._count = self._sum + value, self._count + 1
-        if self._count < self.joined:
-            return
-        self.steps.append(step)
-        self.values.append(self._sum / self._count)
-        self._sum, self._count = 0.0, 0
-        if len(self.steps) == 2 * self._most:
-            self.steps = self.steps[1::2]
-            self.values = [(a + b) / 2 for a, b in zip(self.values[::2], self.values[1::2])]
-            self.joined *= 2
+def few(points: Sequence[tuple[float, float]], most: int) -> tuple[np.ndarray, np.ndarray]:
+    """x and y of points; if there are many, each is the mean of neighbours at the last one's x."""
+    joined = max(1, len(points) // most)
+    whole = np.array(points[: len(points) // joined * joined]).reshape(-1, joined, 2)
+    return whole[:, -1, 0], whole[:, :, 1].mean(axis=1)
 
 
 def plot_loss(rows: Iterable[dict[str, Any]], path: str | Path, *, title: str) -> None:
@@ -262,20 +205,20 @@ def plot_loss(rows: Iterable[dict[str, Any]], path: str | Path, *, title: str) -
         ImportError: matplotlib is not installed.
     """
     make_figure = import_package("matplotlib.figure", "plot_loss").Figure
-    train, val = Curve(_MOST_POINTS), Curve(_MOST_POINTS)
+    points: dict[str, list[tuple[float, float]]] = {"loss": [], "val_loss": []}
     for row in rows:
-        for curve, name in ((train, "loss"), (val, "val_loss")):
-            if row.get(name) is not None:
-                curve.add(row["step"], row[name])
+        for name in points.keys() & row.keys():
+            if row[name] is not None:
+                points[name].append((row["step"], row[name]))
     figure = make_figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    if train.steps:
-        steps, losses = train.steps, train.values
+    steps, losses = few(points["loss"], _MOST_POINTS)
+    if len(steps):
         axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)
-        bold = runs.smoothed(losses, min(19 // train.joined, len(losses) // 30))
+        bold = runs.smoothed(losses.tolist(), min(19, len(losses) // 30))
         axes.plot(steps, bold, color="tab:blue", linewidth=2, label="train (smoothed)")
-    if val.steps:
-        steps, losses = val.steps, val.values
+    steps, losses = few(points["val_loss"], _MOST_POINTS)
+    if len(steps):
         axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="validation")
         axes.annotate(
             f"{losses[-1]:.3f}",
@@ -291,7 +234,7 @@ def plot_loss(rows: Iterable[dict[str, Any]], path: str | Path, *, title: str) -
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(title)
     axes.grid(alpha=0.3)
-    if train.steps or val.steps:
+    if axes.lines:
         axes.legend()
     figure.savefig(str(path))
 
@@ -372,7 +315,6 @@ class RunFolder:
         path: path of the folder.
         header: lines to print at the start, with all automatic choices.
         log: writes metrics.jsonl.
-        notes: additional lines for finish() to print.
         echo: print, or a function that prints nothing.
     """
 
@@ -402,40 +344,40 @@ class RunFolder:
             log=config.run.logger,
             settings=config.settings(),
         )
-        self.notes: tuple[str, ...] = ()
         self.echo: Callable[..., None] = print
-        shape, rows = model.config, config.text.batch_size
-        tokens, known = rows * facts["block_size"], {**config.settings(), **facts}
-        sizes = MeshSettings(**{name: known[name] for name in ("tp", "tp_grid", "cp", "pp")})
-        together = math.prod(ranks_of_batch(sizes).values())
-        dp = f"{'dp' if together > 1 else 'ranks'} {facts['world_size'] // together}"
-        headers = [tuple(axis.header(known, shape)) for axis in every()]
-        split = [words[0] for words in headers if words]
-        ranks = ", ".join([dp] * (together > 1) + split) + ", " * bool(split)
-        n, tp, cp = facts["replicas"], facts["tp"], facts["cp"]
-        sparse = f"{shape.n_expert} experts (top {shape.top_k}) in {shape.expert_layers} layers, "
-        parts = 1 if facts["cp_method"] == "keys" else cp  # ranks with different heads
-        heads, padded = shape.n_head, tp * parts * -(-shape.heads_of_rank(tp) // parts)
-        by = " and ".join(["tp"] * (tp > 1) + ["cp"] * (parts > 1))
-        padding = f" (padded to {padded} by {by})" if padded > heads else ""
-        self.header = (
-            f"fastpar  {__version__}, torch {torch.__version__}, {facts['device']}, "
-            f"ranks {facts['world_size']}, threads per rank {facts['threads']}, {facts['dtype']}",
-            f"model    {size}: {shape.n_layer} layers, {heads} heads{padding}, "
-            f"width {shape.n_embd}, {sparse * bool(shape.n_expert)}context {facts['block_size']}, "
-            f"dropout {shape.dropout}, "
-            f"{model.num_parameters():,} parameters",
-            f"text     {data.describe()}",
-            f"batch    {tokens:,} tokens per step: {rows} sequences = "
-            f"{f'replicas {n} * ' * (n > 1)}{dp} * micro-batch "
-            f"{facts['micro_batch_size']} * accumulation {facts['grad_accum_steps']}",
-            f"ranks    {ranks}ZeRO {facts['zero_stage']}, shards {facts['n_shards']}, transport "
-            f"{facts['transport']}, accumulate {facts['accumulate']}; {facts['storage']}",
-            f"run      {self.path}{note}, steps {step} to {config.run.max_steps}",
-            *(line for words in headers for line in words[1:]),
-            *([f"graphs   {facts['graphs']}"] if "graphs" in facts else []),
-            *(f"changed  {change}" for change in changes),
-        )
+        shape, rows, dp = model.config, config.text.batch_size, facts["dp"]
+        micro, accum = facts["micro_batch_size"], facts["grad_accum_steps"]
+        factors = [f"dp {dp}", f"micro-batch {micro}", f"accumulation {accum}"]
+        if facts["replicas"] > 1:
+            factors.insert(0, f"replicas {facts['replicas']}")
+        lines = {
+            "fastpar": [
+                f"{__version__}, torch {torch.__version__}, {facts['device']}",
+                f"ranks {facts['world_size']}",
+                f"threads per rank {facts['threads']}",
+                facts["dtype"],
+            ],
+            "model": [
+                f"{size}: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}",
+                f"context {facts['block_size']}, dropout {shape.dropout}",
+                f"{model.num_parameters():,} parameters",
+            ],
+            "text": [data.describe()],
+            "batch": [
+                f"{rows * facts['block_size']:,} tokens per step: {rows} sequences = "
+                + " * ".join(factors)
+            ],
+            "ranks": [f"dp {dp}"],
+            "run": [f"{self.path}{note}, steps {step} to {config.run.max_steps}"],
+        }
+        for axis in every():
+            for label, words in axis.header({**config.settings(), **facts}, shape).items():
+                lines.setdefault(label, []).append(words)
+        lines["ranks"].append(facts["storage"])
+        lines |= {"graphs": [facts["graphs"]]} if "graphs" in facts else {}
+        text = [(label, ", ".join(words)) for label, words in lines.items()]
+        text += [("changed", change) for change in changes]
+        self.header = [f"{label:9}{words}" for label, words in text]
 
     def finish(
         self, model: GPT, step: int, *, seconds: float, val_loss: float | None, stopped_by: int
@@ -455,7 +397,6 @@ class RunFolder:
         resume = f"to resume: fastpar train --resume --out {self.path}"
         if stopped_by > 0:
             name = signal.Signals(stopped_by).name
-            echo("".join(f"{line}\n" for line in self.notes), end="")
             echo(f"stopped by {name} after step {step}, saved in {self.path}\n{resume}", flush=True)
             return
         echo(RULE)
@@ -469,7 +410,7 @@ class RunFolder:
                     echo(piece, end="", flush=True)
                     file.write(piece)
             echo(RULE)
-        lines = [*self.notes, f"{step} steps, {runs.duration(seconds)}; see {picture}"]
+        lines = [f"{step} steps, {runs.duration(seconds)}; see {picture}"]
         if val_loss is not None:
             lines[-1] = f"validation loss {val_loss:.4f} after {lines[-1]}"
             if data.val_bytes:  # a unit that does not depend on the tokenizer
@@ -543,13 +484,6 @@ def example_prompt(data: TextData) -> str:
     return ""
 
 
-T = TypeVar("T")
-
-MEMORY_STEP = 2  # the first step allocates the optimizer's state
-SKIPPED = 3  # first steps whose time does not count, the one that measures memory included
-MOST = 1000  # newest step times that are kept
-
-
 @dataclass
 class Step:
     """Numbers of a step, once they have arrived on the host."""
@@ -584,9 +518,8 @@ class Journal:
         self.config, self.mesh = config, mesh
         self.began = self._clock = time.monotonic()
         self.folder: RunFolder | None = None
-        self._progress = runs.Progress(config.run.max_steps, enabled=False)
+        self._progress: runs.Progress | None = None  # of rank 0
         self._facts: dict[str, Any] = {}
-        self._step = 0  # the last step written
         self._full = False  # whether the disk is full
         self._said_host = False  # whether the speed of the host's step was printed
         self._rate = 0.0  # tokens/s, smoothed
@@ -629,7 +562,8 @@ class Journal:
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
         number = self.mesh.replica
-        self._progress.say(f"replica {number}  {text}" if number else text)
+        if self._progress is not None:
+            self._progress.say(f"replica {number}  {text}" if number else text)
 
     def note(self, step: int, text: str, **row: Any) -> None:
         """Report an event after a step: a line, and a row of metrics.jsonl."""
@@ -637,15 +571,10 @@ class Journal:
         if self.mesh.replica == 0 or not {"val_loss", "save_mb"} & row.keys():
             self.say(f"step {step}  {text}")
 
-    def keep(self, **row: Any) -> None:
-        """Write a row of metrics.jsonl about the run so far, with the last step's number."""
-        self._write({"step": self._step, **row, "time_s": self.seconds})
-
     def write_step(
         self, done: Step, *, loss: float, norm: float, engine: Engine, **more: Any
     ) -> None:
         """Report a finished step; `more` are further columns of its row."""
-        self._step = done.step
         now = time.monotonic()
         seconds, self._clock = now - self._clock, now
         if self.folder is None:
@@ -678,7 +607,7 @@ class Journal:
                 row["mfu"] = used
                 text += f", MFU {used:.0%}"
         self._write(row)
-        if self.mesh.replica:
+        if self.mesh.replica or self._progress is None:
             return
         self._progress.update(done.step, text)
         if engine.shards.storage.steps_later and not self._said_host:
@@ -700,68 +629,8 @@ class Journal:
 
     def close(self) -> None:
         """Close the progress bar."""
-        self._progress.close()
-
-
-class Predictions:
-    """Measures steps on every rank for [Note: the two lines at the end].
-
-    Attributes:
-        peak_bytes: peak memory of this rank in the measured step; 0 before.
-        times_ms: times of this rank's steps.
-    """
-
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-        self.engine, self.optimizer, self.peak_bytes = engine, optimizer, 0
-        self.times_ms: deque[float] = deque(maxlen=MOST)
-        self._steps, self._last = 0, engine.report
-
-    def watched(self, step: Callable[[], T]) -> T:
-        """Run the step and measure its time, and in one early step also its memory."""
-        self._steps += 1
-        if self._steps == MEMORY_STEP:
-            held = held_bytes(self.engine, self.optimizer)
-            with StepMemory(self.engine.mesh.device, alive_bytes=held) as memory:
-                found = step()
-            self.peak_bytes = memory.peak_bytes
-        else:
-            found = step()
-        report = self.engine.report  # on a GPU: of an earlier step
-        new = report is not self._last and self._steps > SKIPPED
-        if new and report is not None and report.step_ms is not None:
-            self.times_ms.append(report.step_ms)
-        self._last = report
-        return found
-
-    def report(
-        self, journal: Journal, shape: GPTConfig, setup: Setup, facts: dict[str, Any]
-    ) -> None:
-        """Add the two lines for the end of the run, and their row. Ranks: all.
-
-        Args:
-            shape: the model's shape.
-            setup, facts: see start.py.
-        """
-        if not self._steps:
-            return
-        mine = statistics.median(self.times_ms) if self.times_ms else 0.0
-        peak, ms = (
-            max(gather_numbers(self.engine, value)) for value in (float(self.peak_bytes), mine)
-        )
-        if journal.folder is None:
-            return
-        try:
-            found = predict(shape, setup, facts)
-        except Exception as error:
-            # The run is done and saved: a failed prediction must not fail it.
-            known = isinstance(error, ValueError)
-            why = f", {error}" if known else f" ({type(error).__name__}: {error})"
-            journal.folder.notes += (f"predicted: not available{why}",)
-            return
-        row = {**found, "measured_bytes": int(peak) or None, "measured_ms": ms or None}
-        if found["measured_rates"]:
-            journal.folder.notes += tuple(lines_of(row))
-        journal.keep(prediction=row)
+        if self._progress is not None:
+            self._progress.close()
 
 
 def _costs(engine: Engine) -> dict[str, float | None]:

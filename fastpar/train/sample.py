@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ SEPARATOR = "\n" + 40 * "-" + "\n"
 
 def generate(
     model: GPT,
-    idx: Tensor | Sequence[Tensor],
+    idx: Tensor,
     max_new_tokens: int,
     *,
     temperature: float = 1.0,
@@ -36,9 +37,7 @@ def generate(
     moves, which changes all positions: then each step computes the whole window.
 
     Args:
-        idx: [B, T] int64, T >= 1, or B rows [T_b] of different lengths. The model reads at most the
-            last block_size tokens of a row. All rows start at the length of the shortest; longer
-            ones read their own next tokens first.
+        idx: [B, T] int64, T >= 1. The model reads at most the last block_size tokens.
         max_new_tokens: >= 0.
         temperature: divides the logits; 0 takes the most likely token.
         top_k: draw from the k most likely tokens only.
@@ -47,22 +46,16 @@ def generate(
         vocab_size: draw from the first vocab_size tokens only, if the tokenizer has fewer than the
             model.
     Returns:
-        An iterator of tensors [B] int64 on idx's device: max_new_tokens tokens per row, and -1
-        before and after them. Padding of the vocabulary is never drawn.
+        An iterator of max_new_tokens tensors [B] int64 on idx's device. Padding of the vocabulary
+        is never drawn.
     Raises:
         ValueError: an argument outside the above.
     """
     check_whole("generate", model)
-    shapes = [list(row.shape) for row in idx]
-    if isinstance(idx, Tensor) and (idx.dim() != 2 or idx.shape[1] < 1):
+    if idx.dim() != 2 or idx.shape[1] < 1:
         raise ValueError(
             f"generate: expected idx [B, T] with T >= 1, got idx.shape={list(idx.shape)}; "
             "pass at least one token"
-        )
-    if any(len(shape) != 1 or shape[0] < 1 for shape in shapes):
-        raise ValueError(
-            f"generate: expected rows of at least one token, got shapes={shapes}; "
-            "pass at least one token per row"
         )
     if max_new_tokens < 0:
         raise ValueError(
@@ -83,49 +76,32 @@ def generate(
             f"generate: expected one generator or one for each of {len(idx)} rows, got "
             f"{len(generator)}; pass one per row"
         )
-    rows = [row[-model.config.block_size :] for row in idx]
-
-    def draw(logits: Tensor, of_rows: list[int]) -> Tensor:
-        drawn_by = generator
-        if isinstance(generator, Sequence):
-            drawn_by = [generator[i] for i in of_rows]
-        return _draw(logits, temperature, top_k, drawn_by)
-
-    if not rows or not max_new_tokens:
-        return iter(())
-    return _tokens(model, rows, max_new_tokens, vocab_size, draw)
+    return _tokens(
+        model, idx[:, -model.config.block_size :], max_new_tokens, vocab_size,
+        partial(_draw, temperature=temperature, top_k=top_k, generator=generator),
+    )  # fmt: skip
 
 
 def _tokens(
     model: GPT,
-    rows: list[Tensor],
+    idx: Tensor,
     max_new_tokens: int,
     vocab_size: int | None,
-    draw: Callable[[Tensor, list[int]], Tensor],
+    draw: Callable[[Tensor], Tensor],
 ) -> Iterator[Tensor]:
-    """The iterator of generate(). draw: logits [N, V], indices of these rows -> tokens [N]."""
-    size = model.config.block_size
-    first, last = min(map(len, rows)), max(map(len, rows))
-    new = idx = torch.stack([row[:first] for row in rows])
-    read = nothing_read(model.config, len(rows), model.wte.weight)
-    for length in range(first, last + max_new_tokens):
+    """The iterator of generate(). draw: logits [B, V] -> tokens [B]."""
+    new, read = idx, nothing_read(model.config, len(idx), model.wte.weight)
+    for _ in range(max_new_tokens):
         with torch.no_grad():
             logits = model.logits(model.features(new, read=read)[:, -1])
-            logits = logits[:, :vocab_size].float().cpu()
-            grow = [i for i, r in enumerate(rows) if len(r) <= length < len(r) + max_new_tokens]
-            token = torch.full((len(rows),), -1, dtype=torch.int64, device="cpu")
-            token[grow] = draw(logits[grow], grow)
-            given = [int(row[length]) if length < len(row) else 0 for row in rows]
-            read_next = token.where(
-                token >= 0, torch.tensor(given, dtype=torch.int64, device="cpu")
-            ).to(idx.device)
-            idx = torch.cat((idx, read_next[:, None]), dim=1)
-            new = idx[:, -1:]
-            if idx.shape[1] > size:  # the window moved: compute all positions again
-                new = idx = idx[:, -size:]
+            token = draw(logits[:, :vocab_size].float().cpu()).to(idx.device)
+            new = token[:, None]
+            idx = torch.cat((idx, new), dim=1)
+            if idx.shape[1] > model.config.block_size:  # the window moved: compute all of it again
+                new = idx = idx[:, 1:]
                 for layer in read:
                     layer.length = 0
-        yield token.to(idx.device)
+        yield token
 
 
 def _draw(
@@ -185,17 +161,17 @@ def sample(
 ) -> Iterator[str]:
     """Generate texts as a stream: for each prompt, num_samples times the prompt and continuation.
 
-    Text i has its own generator, seeded by seed + i, so it does not depend on the other texts.
-    Adjacent texts whose prompt lengths differ by at most max_new_tokens are computed as one batch;
-    the first one is streamed, the others follow. Tokens that only pad the vocabulary (nanoGPT's
-    50304) are never drawn. Without a prompt, the text starts with a newline.
+    Text i has its own generator, seeded by seed + i, so it does not depend on the other texts. The
+    texts of a prompt are computed as one batch; the first one is streamed, the others follow.
+    Tokens that only pad the vocabulary (nanoGPT's 50304) are never drawn. Without a prompt, the
+    text starts with a newline.
 
     Args:
         say: called with a message about a prompt longer than the context.
     Raises:
         ValueError: a prompt without tokens or not in UTF-8; see generate().
     """
-    texts: list[tuple[str, Tensor]] = []
+    first, size = seed, model.config.block_size
     for prompt in settings.prompt or (_free_prompt(tokenizer),):
         try:
             prompt.encode()
@@ -209,52 +185,36 @@ def sample(
                 f"sample: expected a prompt of at least one token, got prompt={prompt!r}; "
                 "drop it to start with a newline"
             )
-        size = model.config.block_size
         if say and len(ids) > size:
             say(f"the prompt has {len(ids)} tokens; the model reads only the last {size}")
-        row = torch.tensor(ids[-size:], dtype=torch.int64, device=model.wte.weight.device)
-        texts += [(prompt, row)] * settings.num_samples
-    done = 0
-    while done < len(texts):
-        group = _next_batch(texts[done:], settings.max_new_tokens)
+        if not settings.num_samples:
+            continue
+        idx = torch.tensor([ids] * settings.num_samples, device=model.wte.weight.device)
+        seeds = range(first, first + settings.num_samples)
         stream = generate(
             model,
-            [row for _, row in group],
+            idx,
             settings.max_new_tokens,
             temperature=settings.temperature,
             top_k=settings.top_k or None,
-            generator=[
-                torch.Generator("cpu").manual_seed(seed + done + i) for i in range(len(group))
-            ],
+            generator=[torch.Generator("cpu").manual_seed(number) for number in seeds],
             vocab_size=tokenizer.vocab_size,
         )
-        rows: list[list[int]] = [[] for _ in group]
-        for i, (prompt, _) in enumerate(group):
-            yield SEPARATOR * (done + i > 0) + prompt
-            last = group[i][1][-1:].tolist()
-            yield from stream_text(_row(i, stream, rows), tokenizer.decode, last)
+        drawn: list[list[int]] = []  # by step, a token of each text
+        for row, number in enumerate(seeds):
+            yield SEPARATOR * (number > seed) + prompt
+            yield from stream_text(_row(row, stream, drawn), tokenizer.decode, ids[-1:])
             yield "\n"
-        done += len(group)
+        first += settings.num_samples
 
 
-def _next_batch(texts: list[tuple[str, Tensor]], max_new_tokens: int) -> list[tuple[str, Tensor]]:
-    """The first texts whose lengths are close enough to compute them as one batch."""
-    for end in range(1, len(texts) + 1):
-        lengths = [len(row) for _, row in texts[:end]]
-        if max(lengths) - min(lengths) > max_new_tokens:
-            return texts[: end - 1]
-    return texts
-
-
-def _row(i: int, stream: Iterator[Tensor], rows: list[list[int]]) -> Iterator[int]:
-    """Yield tokens of row i of a stream [B] as they come; store those of all rows in rows."""
-    yield from rows[i]
-    done = len(rows[i])
-    for step in stream:
-        for row, token in zip(rows, step.tolist()):
-            row += [token] * (token >= 0)
-        yield from rows[i][done:]
-        done = len(rows[i])
+def _row(row: int, stream: Iterator[Tensor], drawn: list[list[int]]) -> Iterator[int]:
+    """Tokens of a row; those of the first one as the stream yields them."""
+    for tokens in drawn:
+        yield tokens[row]
+    for tokens in stream:
+        drawn.append(tokens.tolist())
+        yield drawn[-1][row]
 
 
 def _free_prompt(tokenizer: Tokenizer) -> str:

@@ -262,6 +262,7 @@ def facts_of(setup: Setup, engine: Engine) -> dict[str, Any]:
     """The choices of this start; see RunFolder."""
     return {
         **setup.in_effect(),
+        "dp": setup.dp,
         "device": torch.cuda.get_device_name() if setup.device_type == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
         "block_size": setup.block_size,

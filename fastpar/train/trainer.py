@@ -118,15 +118,7 @@ from fastpar.settings.files import parse_seconds
 from fastpar.settings.mesh import axes_of
 from fastpar.train import start
 from fastpar.train.cuda_graphs import StepGraph, captured
-from fastpar.train.journal import (
-    TIME_IS_UP,
-    Journal,
-    Predictions,
-    RunFolder,
-    Step,
-    check_out,
-    to_host,
-)
+from fastpar.train.journal import TIME_IS_UP, Journal, RunFolder, Step, check_out, to_host
 from fastpar.train.launch import SIGNALS, catching_save, catching_stop
 
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
@@ -263,7 +255,6 @@ class Trainer:
         )
         self._facts = start.facts_of(self.setup, self.engine)
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
-        self.predictions = Predictions(self.engine, self.optimizer)
         self.guards = Guards(config.faults.on_nonfinite, scaled=self.loss_scale is not None)
         self.forward: Any = torch.compile(self.model) if config.system.compile else self.model
         asked = config.system.cuda_graphs if config.runs_in_graphs() else False
@@ -328,7 +319,6 @@ class Trainer:
                     f"train: expected a checkpoint of the last step, but saving step {self.step} "
                     f"failed ({self.saves.why}); {older}"
                 )
-        self.predictions.report(self.journal, self.model.config, self.setup, self._facts)
         self.journal.close()
         self.mesh.close()  # only rank 0 continues
         if self.journal.folder is not None:
@@ -371,7 +361,7 @@ class Trainer:
         begin = self.step
         stop = requested = 0  # reasons to stop: agreed by all replicas, requested in this one
         while self.step < run.max_steps and not stop:
-            self.pending.append(self.predictions.watched(self.train_step))
+            self.pending.append(self.train_step())
             step = self.step
             compares = is_due(config.faults.check_replicas_every, step)
             validates, saves = is_due(run.eval_every, step), is_due(run.save_every, step)

@@ -11,11 +11,10 @@ from fastpar.predict.run import (
     check_capacity,
     host_memory,
     memory_of,
-    predict,
     what_would_hold,
 )
 from fastpar.settings.config import TrainConfig
-from fastpar.settings.model import PRESETS, GPTConfig, count_parameters
+from fastpar.settings.model import PRESETS, count_parameters
 
 GPT2 = PRESETS["gpt2"]
 N = count_parameters(GPT2, padded=True)
@@ -125,13 +124,3 @@ def test_memory_of_a_gpu():
     size, whose, sharing = memory_of(torch.device("cuda", 0))
     assert (whose, sharing) == (torch.cuda.get_device_name(0), 1)
     assert size > 1 << 30
-
-
-@pytest.mark.slow
-def test_a_run_on_a_grid_is_predicted():
-    config = TrainConfig().replace({"tp_grid": "2x2", "nproc": 4, "batch_size": 8})
-    shape = GPTConfig(2, 4, 64, 32, 200, dropout=0.0)
-    setup = Setup(4, config, "cpu", "shm", dtype="fp32", micro_batch_size=8)
-    found = predict(shape, setup, {"device": "CPU", "threads": 1})
-    assert found["predicted_bytes"] > sum(bytes_per_rank(shape, setup).values())
-    assert found["step_ms"]["tp"] > 0

@@ -111,21 +111,19 @@ class Pipelined(Axis):
         table = float(vocabulary_rows(workload.shape, t) * width * setup.wire_bytes)
         yield CommOp("all_reduce", "pp", table, 2, stride * (setup.pp - 1), 1, "")
 
-    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Iterator[str]:
+    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
         """Also the fraction of the time in which a rank waits."""
         pp, name, m = known["pp"], known["schedule"], known["grad_accum_steps"]
         if pp == 1:
-            return
-        yield f"pp {pp}"
+            return {}
         split = known["pp_split"]
         ends = [0, *itertools.accumulate([split[0] + 1, *split[1:-1], split[-1] + 1])]
         flops = [sum(part_flops(shape)[a:b]) for a, b in itertools.pairwise(ends)]
         makespan, _ = time_of(name, pp, m, len(split) // pp, Costs(flops, flops, flops), 0.0)
         bubble = 1 - 3 * m * sum(flops) / (pp * makespan)
-        yield (
-            f"stages   {' + '.join(map(str, split))} layers, {name} over {m} micro-batches: "
-            f"ranks wait {bubble:.0%} of a step, by the stages' FLOPs"
-        )
+        waits = f"ranks wait {bubble:.0%} of a step, by the stages' FLOPs"
+        stages = f"{' + '.join(map(str, split))} layers, {name} over {m} micro-batches: {waits}"
+        return {"ranks": f"pp {pp}", "stages": stages}
 
     def cut(self, making: Making) -> None:
         pipeline = making.parallel.pipeline

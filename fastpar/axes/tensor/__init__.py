@@ -100,10 +100,15 @@ class TensorAxis(Axis):
         tp = TensorParallel(group, sequence_parallel=possible if tokens is None else tokens)
         split_model(making, tp, planned)
 
-    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Iterator[str]:
-        if known["tp"] > 1 and known["tp_grid"] is None:
+    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
+        """Also the padding of heads, which cp shares if its ranks have different ones."""
+        tp, parts = known["tp"], known["cp"] if known["cp_method"] == "heads" else 1
+        padded = tp * parts * -(-shape.heads_of_rank(tp) // parts)
+        lines = {"model": f"heads padded to {padded}"} if padded > shape.n_head else {}
+        if tp > 1 and known["tp_grid"] is None:
             kind = "sequence parallel" if known["sequence_parallel"] else "no sequence parallelism"
-            yield f"tp {known['tp']} ({kind})"
+            lines["ranks"] = f"tp {tp} ({kind})"
+        return lines
 
     def describe(self, shards: Any) -> Iterator[str]:
         declared = shards.declared
