@@ -91,7 +91,6 @@ from fastpar.doctor.trial import clock_for, interleave
 from fastpar.files.tensor_file import DTYPES
 from fastpar.kernels import linear
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS
-from fastpar.settings.files import check_at_least
 
 GIB = 2**30
 
@@ -254,7 +253,7 @@ class Cluster:
     """Devices of one kind, in nodes of per_node each.
 
     Raises:
-        ValueError: a count below 1; nodes that are not full.
+        ValueError: nodes that are not full.
     """
 
     device: Device
@@ -264,12 +263,6 @@ class Cluster:
     inter: Link
 
     def __post_init__(self) -> None:
-        for name in ("n_devices", "per_node"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"Cluster: expected a positive integer, got {name}={value}; set {name} >= 1"
-                )
         if self.n_devices > self.per_node and self.n_devices % self.per_node:
             raise ValueError(
                 f"Cluster: expected full nodes of per_node={self.per_node}, got "
@@ -290,11 +283,11 @@ class Cluster:
         Args:
             per_node: None: the usual number, or fewer so that nodes are full.
         Raises:
-            ValueError: an unknown name; a count below 1; nodes that are not full.
+            ValueError: an unknown name; nodes that are not full.
         """
         device = find_device(device) if isinstance(device, str) else device
         if per_node is None:
-            most = min(device.per_node, n_devices) if n_devices > 0 else 1
+            most = min(device.per_node, n_devices)
             per_node = next(n for n in range(most, 0, -1) if n_devices % n == 0)
         links = find_link(intra or device.intra), find_link(inter or device.inter)
         return cls(device, n_devices, per_node, *links)
@@ -320,13 +313,7 @@ class Group(NamedTuple):
 
 
 def place(ranks: int, stride: int, per_node: int) -> Group:
-    """The Group of ranks that are `stride` apart.
-
-    Raises:
-        ValueError: a number below 1.
-    """
-    values = {"ranks": ranks, "stride": stride, "per_node": per_node}
-    check_at_least("place", values, dict.fromkeys(values, 1), "count from 1")
+    """The Group of ranks that are `stride` apart."""
     local = max(1, min(ranks, per_node // stride))
     return Group(ranks, local, -(-ranks // local))
 
@@ -415,15 +402,8 @@ class Network:
         Args:
             kind: one of WAYS.
             n_bytes: of the full tensor, as in CommOp.
-        Raises:
-            ValueError: an unknown kind; ranks or stride below 1.
         """
         at = place(ranks, stride, self.cluster.per_node)
-        if kind not in WAYS:
-            raise ValueError(
-                f"Network: expected a kind among {', '.join(WAYS)}, got kind={kind!r}; "
-                "choose one of these"
-            )
         if ranks == 1:
             return Traffic("none", 0.0, 0.0, 0, 0)
         return min((way(at, n_bytes) for way in WAYS[kind]), key=self.traffic_s)

@@ -38,7 +38,6 @@ from fastpar.engine.control import count_words
 from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows
 from fastpar.predict.machine import STEPS, Cluster, DatasheetRates
 from fastpar.settings import model as block
-from fastpar.settings.files import check_at_least
 from fastpar.settings.model import (
     GPTConfig,
     Part,
@@ -325,34 +324,13 @@ def predict_step(
     """The time of a step.
 
     Args:
+        setup: dp * micro_batch_size * grad_accum_steps is the batch.
         bubble: False: without the waits of pipeline stages, which need a simulation.
-    Raises:
-        ValueError: a batch that is not dp * micro_batch_size * grad_accum_steps; ranks that tp and
-            pp do not divide.
     """
-    check(workload, setup)
+    rows = setup.dp * setup.micro_batch_size * setup.grad_accum_steps
+    assert rows == workload.batch_size, (rows, workload.batch_size)
     ops, comms = ops_of(workload, setup), comm_ops_of(workload, setup)
     return time_of(workload, setup, rates, ops, comms, bubble=bubble)
-
-
-def check(workload: Workload, setup: Setup) -> None:
-    """Raises ValueError for arguments that predict_step refuses."""
-    counts = ("world_size", "tp", "cp", "pp", "micro_batch_size", "grad_accum_steps")
-    values = {name: getattr(setup, name) for name in counts}
-    check_at_least("predict_step", values, dict.fromkeys(counts, 1), "count from 1")
-    if setup.world_size % (setup.tp * setup.cp * setup.pp):
-        axes = "tp * pp" if setup.cp == 1 else "tp * cp * pp"
-        raise ValueError(
-            f"predict_step: expected {axes} to divide world_size={setup.world_size}, got "
-            f"{axes}={setup.tp * setup.cp * setup.pp}; choose another tp"
-        )
-    rows = setup.dp * setup.micro_batch_size * setup.grad_accum_steps
-    if rows != workload.batch_size:
-        raise ValueError(
-            "predict_step: expected batch_size = dp * micro_batch_size * grad_accum_steps = "
-            f"{setup.dp} * {setup.micro_batch_size} * {setup.grad_accum_steps} = {rows}, got "
-            f"batch_size={workload.batch_size}; change one of them"
-        )
 
 
 def time_of(
@@ -450,12 +428,8 @@ def cost_per_billion_tokens(
 
     Args:
         price_per_hour: of one device; None: the table's.
-    Raises:
-        ValueError: a negative price.
     """
     price = cluster.device.price_per_hour if price_per_hour is None else price_per_hour
-    values, advice = {"price_per_hour": price}, "pass the price of one device"
-    check_at_least("cost_per_billion_tokens", values, {"price_per_hour": 0}, advice)
     return price * cluster.n_devices / 3600 * 1e9 / time.tokens_per_s
 
 

@@ -40,17 +40,6 @@ def test_ranks_of_a_setup():
     assert replace(setup, tp_grid=None, tp=2).data == 4
 
 
-def test_bad_setups():
-    for batch, wrong, words in (
-        (7, Setup(8), r"predict_step: expected batch_size = dp \* micro_batch_size .* = 8, got ba"),
-        (8, Setup(8, tp=3), r"expected tp \* pp to divide world_size=8, got tp \* pp=3"),
-        (8, Setup(0), "predict_step: expected world_size >= 1, got world_size=0; count from 1"),
-        (8, Setup(8, micro_batch_size=-1), "expected micro_batch_size >= 1, got micro_batch_size="),
-    ):
-        with pytest.raises(ValueError, match=words):
-            predict_step(Workload(SHAPE, batch), wrong, Fixed())
-
-
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_operations_are_the_models_flops(tp):
     """6 * P a token, and attention with its mask: half of the formula's 12 * L * T * C. The head's
@@ -248,8 +237,6 @@ def test_mfu_and_cost():
     hours = 1e9 / time.tokens_per_s / 3600
     assert cost_per_billion_tokens(time, cluster) == pytest.approx(hours * 8 * 1.8)
     assert cost_per_billion_tokens(time, cluster, 1.0) == pytest.approx(hours * 8)
-    with pytest.raises(ValueError, match="expected price_per_hour >= 0, got price_per_hour=-1"):
-        cost_per_billion_tokens(time, cluster, -1)
 
 
 def send(under, kind="all_reduce", axis="dp", count=1.0):
