@@ -7,19 +7,19 @@ What it does  Gradients are sent as bf16 or int8 (rounded stochastically, withou
 Bytes         int8 has 1 byte per element and a scale per block: half of bf16, a quarter of fp32.
               Encoding and decoding move code_bytes() per element through memory. Secondary
               shards have 1 / node_size of the weights.
-Use it        below the link speed that `fastpar plan` prints for each format.
+Use it        over slow links between nodes.
 Not with      offload, deterministic, reduce_dtype, shared-memory transport; node_size not with ep.
 Source: Alistarh et al. 2017 (QSGD), arXiv 1610.02132; Wang et al. 2023 (ZeRO++), arXiv 2306.10209
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from fastpar.axes import Axis, Making, number_text, size_text
+from fastpar.axes import Axis, Making
 from fastpar.axes.data import GPTBuckets, elements_of, gathered_bytes
 from fastpar.axes.step import Op, Setup, Workload
 from fastpar.comm.wires import FORMATS
@@ -34,12 +34,10 @@ def code_bytes(setup: Setup) -> tuple[float, float]:
     return (gradients if setup.wire_gradients in FORMATS else 0.0), weights
 
 
-def formats_of(setup: Setup) -> dict[str, Setup]:
-    """The layout with other formats, by their flags."""
-    found = {f"--wire-gradients {n}": setup.change(wire_gradients=n) for n in FORMATS}
-    of_weights = FORMATS if setup.stage else ()
-    found |= {f"--wire-weights {n}": setup.change(wire_weights=n) for n in of_weights}
-    return found
+def error_bytes(setup: Setup) -> int:
+    """Bytes per element of the buffer for rounding errors of gradients."""
+    keeps = setup.error_buffer or (setup.error_feedback and setup.stage == 0)
+    return 4 if keeps and setup.data > 1 else 0
 
 
 def message_bytes(setup: Setup) -> float:
@@ -95,24 +93,6 @@ class Wires(Axis):
     def memory(self, shards: Any) -> dict[str, int]:
         second = sum(b.secondary.nbytes for b in shards.buckets if b.secondary is not None)
         return {"secondary shards": second} if second else {}
-
-    def what_if(self, workload: Workload, setup: Setup, prices: Any) -> Sequence[str]:
-        """For each format: below which link speed it pays."""
-        lines, plain = ["wires"], prices.sent_bytes(workload, setup)
-        for flag, other in formats_of(setup).items():
-            sent = prices.sent_bytes(workload, other)
-            if sent >= plain:
-                continue
-            plain_of = other.change(wire_gradients="fp32", wire_weights=None)
-            codes = prices.ops_s(workload, other) - prices.ops_s(workload, plain_of)
-            step_ms = prices.step_s(workload, other) * 1e3
-            pays = 8e-9 * (plain - sent) / codes
-            lines.append(
-                f"  {flag}: a rank sends {size_text(sent)} a step instead of {size_text(plain)}, "
-                f"encoding {number_text(codes * 1e3)} ms, step {number_text(step_ms, 4)} ms; pays "
-                f"below {number_text(pays, 4)} Gbit/s a rank"
-            )
-        return lines if len(lines) > 1 else ()
 
 
 AXIS = Wires()

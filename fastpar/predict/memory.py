@@ -73,7 +73,7 @@ from fastpar.kernels.backend import has_bf16_gemm
 from fastpar.kernels.linear.fp8 import BLOCK
 from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows, workspace_bytes
 from fastpar.optim.adafactor import BATCH
-from fastpar.predict.time import product_bytes, updates_of
+from fastpar.predict.time import matrices_of, product_bytes
 from fastpar.settings.model import (
     GPTConfig,
     Part,
@@ -143,7 +143,7 @@ def states_of(shape: GPTConfig | None, setup: Setup, buckets: GPTBuckets) -> Mem
         state += 4 * sum(map(sum, buckets.matrices)) * elements / buckets.elements
     if setup.optimizer == "muon":  # one momentum, not two moments
         assert shape is not None
-        for found in updates_of(shape, buckets, setup):
+        for found in matrices_of(shape, buckets, setup):
             state -= 4 * found.held
     sizes: dict[str, float] = {"optimizer": state}
     for axis in every():
@@ -513,7 +513,7 @@ def _update_bytes(workload: Workload, setup: Setup, buckets: GPTBuckets) -> floa
     if setup.optimizer == "adafactor":
         return _adafactor_scratch(setup, buckets)
     if setup.optimizer == "muon":
-        found = updates_of(workload.shape, buckets, setup)
+        found = matrices_of(workload.shape, buckets, setup)
         return max(matrices.room(product_bytes(setup)) for matrices in found)
     return 0.0
 

@@ -132,13 +132,7 @@ REFUSED = [
     (lambda: find_device(""), "find_device: expected a device of the table, got name=''; choose"),
     (lambda: find_link("nvlink9"), r"name='nvlink9'; did you mean nvlink\d\? choose one of "),
     (lambda: Cluster.of("h100", 8, inter="pigeon"), "find_link: expected a link of the table"),
-    (lambda: Cluster.of("h100", 0), "Cluster: expected a positive integer, got n_devices=0; set "),
-    (lambda: Cluster.of("h100", 8.0, 8), "got n_devices=8.0"),
-    (lambda: Cluster.of("h100", 8, 0), "got per_node=0"),
     (lambda: Cluster.of("h100", 12, 8), "expected full nodes of per_node=8, got n_devices=12; use"),
-    (lambda: network().seconds("gossip", 1.0, 2), r"a kind among all_reduce, .* got kind='gossip'"),
-    (lambda: network().seconds("send", 1.0, 0), "place: expected ranks >= 1, got ranks=0; count "),
-    (lambda: place(2, 0, 8), "expected stride >= 1, got stride=0"),
 ]
 
 
@@ -267,29 +261,3 @@ def test_more_bytes_ranks_and_distance_are_never_faster():
         assert net.seconds(kind, MIB, 8, 1) < net.seconds(kind, MIB, 8, 8)
         assert net.seconds(kind, 1e9, 1) == 0.0
     assert net.seconds("all_reduce", 350e9, 16384) < 10.0
-
-
-@pytest.mark.parametrize("inter", ["ib-ndr", "eth-100"])
-@pytest.mark.parametrize(
-    ("kind", "ranks", "stride", "of_node"),
-    [
-        # Bytes of a tensor that leave a node of 8: a ring's, and pairs' of all of its ranks.
-        ("reduce_scatter", 64, 1, 63 / 64),
-        ("all_reduce", 64, 1, 2),  # trees send both ways all of it
-        ("all_to_all", 64, 1, 8 * 56 / 64),
-        ("reduce_scatter", 8, 8, 8 * 7 / 8),  # 8 groups of one rank a node
-        ("all_to_all", 8, 8, 8 * 7 / 8),
-        ("all_to_all", 16, 4, 4 * 2 * 14 / 16),  # 4 groups of two ranks a node
-        ("reduce_scatter", 8, 1, 0.0),
-        ("all_to_all", 8, 1, 0.0),
-        ("reduce_scatter", 1, 1, 0.0),
-    ],
-)
-def test_bytes_of_each_adapter(kind, ranks, stride, of_node, inter):
-    """Of the node one adapter sends all, of 8 each sends an eighth; hierarchies save little."""
-    net = network(inter=inter)
-    found = net.nic_bytes(net.traffic(kind, 1e9, ranks, stride))
-    found *= 8 if inter == "ib-ndr" else 1
-    near = 0.0 if inter == "ib-ndr" else 0.13  # where the adapter is slow, NCCL saves bytes of it
-    assert of_node * 1e9 * (1 - near) <= found * (1 + 1e-9)
-    assert found <= of_node * 1e9 * (1 + 1e-9)
