@@ -269,10 +269,7 @@ class BucketWeights:
         for p, output in zip(self.params, self.outputs):
             output.__class__ = nn.Parameter  # for code that looks
             # It keeps the parameter, and so the engine, while no module does.
-            output.fastpar_parameter = p  # type: ignore[attr-defined]
-            for name in ("fastpar_place", "fastpar_wide_place"):
-                if hasattr(p, name):
-                    setattr(output, name, getattr(p, name))
+            vars(output).update(vars(p), fastpar_parameter=p)
 
     def lend(self, *, shown: bool) -> None:
         """Give modules the node's outputs, of parameters that are in their places.
@@ -811,7 +808,7 @@ class BucketState:
 
     def _are_usual(self, positions: list[int], grads: Sequence[Tensor | None]) -> bool:
         """Whether these gradients are the first of the bucket, and can be copied as they are."""
-        if self.has or self.phase in SENT:
+        if self.has or self.sources is not None or self.phase in SENT:
             return False
         kept = not (self.stage.shards or self.casts)
         if kept and [i for i in positions if self.params[i].grad is not None]:  # set by hand

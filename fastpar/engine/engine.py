@@ -44,6 +44,7 @@ from fastpar.engine.gradients import (
     StepPhase,
 )
 from fastpar.engine.shards import Shards
+from fastpar.kernels.linear.weight_gradients import current_queue
 from fastpar.kernels.op import in_transform
 
 
@@ -66,7 +67,6 @@ class Engine:
 
     paused = False  # its hooks do nothing; see train/cuda_graphs.py
     on_phase: Callable[[str], None] = staticmethod(lambda name: None)  # see comm/recorder.py
-    adds = False  # autograd accumulates in the buckets; see pipeline_step.py
     recorder: Callable[[Tensor], tuple[Tensor, bool] | None] | None = None  # replaces Places
 
     def __init__(
@@ -115,11 +115,9 @@ class Engine:
             hides = self.settings.grad_dtype not in (None, p.dtype)
             if self.shares or self.settings.deterministic or hides:  # p.grad must be None before
                 p.register_hook(Hook(me, Engine.before_unit_backward))
-        self._lends = shards.stages is None  # a pipeline's backward passes use the hooks
-        if self._lends:
-            self._make_nodes()
+        self._make_nodes()
         model = shards.model()
-        if self.gathers is None and self._lends and model is not None:
+        if self.gathers is None and model is not None:
             model.register_forward_pre_hook(RootHook(me, Engine._lend_all), prepend=True)
             model.register_forward_hook(RootHook(me, Engine._take_back_all), always_call=True)
 
@@ -130,17 +128,17 @@ class Engine:
             bucket, position = self.shards.places[p]
             uses.setdefault(bucket, []).append((module._parameters, name, position))
         for bucket, places in uses.items():
-            if bucket.sources is None:  # they look at p.grad
-                collect = functools.partial(_collect, weakref.ref(self), weakref.ref(bucket))
-                bucket.weights = BucketWeights(bucket.params, bucket.views, places, collect)
-                bucket.hides = self.stage.shards
+            collect = functools.partial(_collect, weakref.ref(self), weakref.ref(bucket))
+            bucket.weights = BucketWeights(bucket.params, bucket.views, places, collect)
+            bucket.hides = self.stage.shards
 
     @property
     def lends(self) -> bool:
         """Whether modules get the nodes' outputs. Not those that torch.compile may have compiled:
         it knows that parameters keep their memory."""
         grads = torch.is_grad_enabled() and not in_transform()
-        return self._lends and grads and not (self.shards.is_gathered or may_be_compiled())
+        kept = self.shards.is_gathered or may_be_compiled() or current_queue() is not None
+        return grads and not kept
 
     def _lend_all(self, *args: Any) -> None:
         """Hook, without gathers: the model is called."""

@@ -401,18 +401,15 @@ class Places(NotCopied):
             return None
         if engine.recorder is not None:
             return engine.recorder(weight)
-        if engine.paused and not engine.adds:
+        if engine.paused:
             return None
         p = getattr(weight, "fastpar_parameter", weight)
         bucket, position = engine.shards.places[p]
         wide = bucket.casts
-        if position in bucket.has and not (wide or engine.adds):
+        if position in bucket.has and not wide:
             return None  # take() will add; checked first, as later micro-batches come here often
         if not (_fires(weight, node) and _all_ours(weight._backward_hooks)):
             return None
-        if engine.adds:
-            ours = _all_ours(weight._post_accumulate_grad_hooks)
-            return (bucket.grad_views[position], True) if ours else None
         if wide:  # also for the first gradient of a backward, before any hook ran
             engine.before_unit_backward()
         task = torch._C._current_graph_task_id()
