@@ -42,13 +42,11 @@ are the same on all ranks.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import itertools
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -456,7 +454,6 @@ class BucketState:
         self.unreduced: PairwiseSum | None = None  # earlier micro-batches that were not reduced
         self.reduced: Tensor | None = None
         self._reductions: PairwiseSum | None = None
-        self._tree_ms = 0.0
         # A block of codes may reach from the end of a parameter to the start of the next.
         ends = [*(s.start for s in self.slots[1:]), spec.numel]
         pads = [slice(s.stop, end) for s, end in zip(self.slots, ends) if s.stop < end]
@@ -881,8 +878,7 @@ class BucketState:
         self.fill_missing(flags=False)
         if self.unreduced is None:
             self.unreduced = PairwiseSum()
-        with self._summing():
-            self.unreduced.push(self._micro_batch(clone=not self.stage.frees_gradients))
+        self.unreduced.push(self._micro_batch(clone=not self.stage.frees_gradients))
         if self.stage.frees_gradients:
             self.grad = None
         self._forget_local()
@@ -892,15 +888,14 @@ class BucketState:
         if self.unreduced is None and self.sources is None:
             return
         assert self.grad is not None
-        with self._summing():
-            total = self._micro_batch(clone=True)
-            if self.unreduced is not None:
-                self.unreduced.push(total)
-                total = self.unreduced.total()
-            if self.sources is not None:
-                self.sources.sum_into(self.grad[: self.spec.used_start], total)
-            else:
-                self.grad.copy_(total)
+        total = self._micro_batch(clone=True)
+        if self.unreduced is not None:
+            self.unreduced.push(total)
+            total = self.unreduced.total()
+        if self.sources is not None:
+            self.sources.sum_into(self.grad[: self.spec.used_start], total)
+        else:
+            self.grad.copy_(total)
         self.unreduced = None
 
     def _micro_batch(self, *, clone: bool) -> Tensor:
@@ -909,12 +904,6 @@ class BucketState:
             return self.sources.micro_batch(self.has)
         assert self.grad is not None
         return self.grad.clone() if clone else self.grad
-
-    @contextlib.contextmanager
-    def _summing(self) -> Iterator[None]:
-        self._tree_ms -= time.perf_counter() * 1e3
-        yield
-        self._tree_ms += time.perf_counter() * 1e3
 
     def _forget_local(self) -> None:
         self.has.clear()
@@ -937,13 +926,12 @@ class BucketState:
         if self.deterministic:
             if self._reductions is None or (not self.stage.shards and not self._aside):
                 self._reductions = PairwiseSum()
-            with self._summing():
-                self._reductions.push(result if self.stage.frees_gradients else result.clone())
-                self.reduced = result
-                if self.stage.frees_gradients:
-                    self.reduced = self._new_shard() if self.grad_shard is None else self.grad_shard
-                if self._reductions.count > 1 or self.stage.frees_gradients:
-                    self.reduced.copy_(self._reductions.total())
+            self._reductions.push(result if self.stage.frees_gradients else result.clone())
+            self.reduced = result
+            if self.stage.frees_gradients:
+                self.reduced = self._new_shard() if self.grad_shard is None else self.grad_shard
+            if self._reductions.count > 1 or self.stage.frees_gradients:
+                self.reduced.copy_(self._reductions.total())
             self._aside = False
         elif self.reduced is None or not self.stage.shards:
             self.reduced = result
@@ -1122,11 +1110,6 @@ class BucketState:
         if self.reduced is not None and self.stage.shards:
             self.storage.touch(self)
             self.reduced[part].zero_()
-
-    def take_tree_ms(self) -> float:
-        """Host time in fixed sums since the last call."""
-        ms, self._tree_ms = self._tree_ms, 0.0
-        return ms
 
     @property
     def tree_bytes(self) -> int:

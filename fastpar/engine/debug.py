@@ -1,10 +1,5 @@
-"""Checks that make mistakes of a training step visible: replicas and inputs are compared, freed
-memory is poisoned, and collectives start late.
-
-Late collectives: a buffer written before its collective has read it, or read before the collective
-has written it, mostly stays unnoticed, because the collective starts at once and wins the race.
-Delays make it lose: each operation starts after a random delay, in its own thread (on a GPU in its
-own stream), in the order of the calls. The same seed gives the same delays.
+"""Checks that make mistakes of a training step visible: replicas and inputs are compared, and freed
+memory is poisoned.
 
 How replicas are found: by names and ranges, not by ranks. Each rank describes what it holds as
 "parameter or entry, first element, elements, slice along tp"; ranks with the same description must
@@ -24,11 +19,8 @@ import functools
 import hashlib
 import inspect
 import math
-import random
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,14 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from fastpar.comm.collectives import (
-    Collectives,
-    FutureHandle,
-    Handle,
-    StreamHandle,
-    TaskThread,
-    run_task,
-)
+from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import first_difference
 from fastpar.engine.absent import Hook
 from fastpar.engine.shards import Shards
@@ -52,7 +37,6 @@ _CHUNK = 1 << 23  # bytes of a checksum at a time
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed word
 _CLASSES = 4  # whole or piece, split along tp or not
 _FIRST = 2  # forwards whose inputs are compared without being asked
-_CYCLES_PER_MS = 1_500_000  # of a GPU, approximately
 
 
 @dataclass(frozen=True)
@@ -62,76 +46,27 @@ class Debug:
     Args:
         check_replicas: after each step compare every parameter over the ranks, bit for bit.
         poison: fill buffers with nan before they are freed.
-        delay_ms: start every collective after a random delay of up to this; 0: at once.
-        seed: of the delays.
         check_inputs: before each forward, not only the first ones, compare the model's tensor
             arguments over the ranks of a tp or cp group, which must be equal.
         bus_gb_s: run offload without a GPU, over a simulated bus of this speed in each direction
             (see comm/host.py); 0: off.
         collectives: makes the collectives of (process group, role) instead of the transport.
+        made: is called with all collectives that are made.
     Raises:
-        ValueError: delay_ms or bus_gb_s below 0.
+        ValueError: bus_gb_s below 0.
     """
 
     check_replicas: bool = False
     poison: bool = False
-    delay_ms: float = 0.0
-    seed: int = 0
     check_inputs: bool = False
     bus_gb_s: float = 0.0
     collectives: Callable[[Any, str], Collectives] | None = None
+    made: Callable[[Collectives], object] | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("delay_ms", self.delay_ms), ("bus_gb_s", self.bus_gb_s)):
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"Debug: expected 0 <= {name}, got {name}={value}; 0 is off")
-
-    def delayed(self, collectives: Collectives) -> Collectives:
-        """Delay the collectives if delay_ms is set. Ranks: each for itself."""
-        if self.delay_ms:
-            Delays(collectives, self.delay_ms, self.seed)
-        return collectives
-
-
-class Delays:
-    """An observer that delays every operation of one group; see "Late collectives" above.
-
-    Args:
-        group: whose operations; its threads or streams must serve this group only.
-        delay_ms: the longest delay; each is drawn from seed and rank.
-    """
-
-    def __init__(self, group: Collectives, delay_ms: float, seed: int = 0) -> None:
-        self._longest_ms, self._random = delay_ms, random.Random(f"{seed} {group.rank}")
-        on_gpu = group.device.type == "cuda"
-        self._stream = torch.cuda.Stream(group.device) if on_gpu else None
-        self._thread = None if on_gpu or group.in_caller else TaskThread()
-        group.why += f"; delayed by up to {delay_ms} ms"
-        group.observers += (self,)
-
-    def __call__(
-        self, group: Collectives, op: str, n_bytes: int, begin: Callable[[], Handle]
-    ) -> Handle:
-        delay_ms = self._random.uniform(0.0, self._longest_ms)
-        if self._stream is not None:
-
-            def on_stream() -> None:
-                torch.cuda._sleep(int(delay_ms * _CYCLES_PER_MS))
-                begin().wait()
-
-            return StreamHandle(self._stream, on_stream, (begin,))  # begin holds the tensors
-
-        inference = torch.is_inference_mode_enabled()  # threads have their own mode
-
-        def late() -> None:
-            time.sleep(delay_ms / 1e3)
-            with torch.inference_mode(inference):
-                begin().wait()
-
-        future: Future = Future()
-        task = (future, late, (), ())
-        self._thread.put(task) if self._thread is not None else run_task(task)
-        return FutureHandle(op, future, group)
+        value = self.bus_gb_s
+        if not 0 <= value < math.inf:
+            raise ValueError(f"Debug: expected 0 <= bus_gb_s, got bus_gb_s={value}; 0 is off")
 
 
 class InputCheck:

@@ -541,16 +541,18 @@ class GroupMaker:
     def make(self, group: Any, role: str, transport: str | None = None) -> Collectives:
         """Collectives of a process group. Ranks: all of the group."""
         if self.factory is not None:
-            return self.debug.delayed(self.factory(group, role))
-        return self.debug.delayed(
-            make_collectives(
+            made = self.factory(group, role)
+        else:
+            made = make_collectives(
                 group,
                 device=self.mesh.device,
                 transport=transport or self.transport,
                 timeout_s=self.mesh.timeout_s,
                 in_rank_order=self.deterministic,
             )
-        )
+        if self.debug.made is not None:
+            self.debug.made(made)
+        return made
 
     def of_engine(
         self, stage: Stage, n_shards: int, *, alone: bool = False

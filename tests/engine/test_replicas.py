@@ -10,6 +10,7 @@ import re
 import pytest
 import torch
 from cells import sweep
+from late import Late
 from torch import nn
 
 from fastpar import (
@@ -332,7 +333,8 @@ make_shm = functools.partial(ShmCollectives, timeout_s=20.0, heap_gb=0.01)
 
 def test_errors_of_late_collectives_come_out_of_wait():
     def fails():
-        c = Debug(delay_ms=1.0).delayed(make_shm())
+        c = make_shm()
+        Late(c, delay_ms=1.0)
         assert c.why.endswith("; delayed by up to 1.0 ms")
         handle = c.all_reduce(torch.ones(3 + c.rank), async_op=True)
         with pytest.raises(RuntimeError, match="expected the same call on every rank"):
@@ -341,6 +343,6 @@ def test_errors_of_late_collectives_come_out_of_wait():
             c.barrier()
 
     run_ranks(fails, 2)
-    for delay_ms in (-1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=r"Debug: expected 0 <= delay_ms, got delay_ms="):
-            Debug(delay_ms=delay_ms)
+    for gb_s in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"Debug: expected 0 <= bus_gb_s, got bus_gb_s="):
+            Debug(bus_gb_s=gb_s)

@@ -58,6 +58,7 @@ from unittest import mock
 import dense_experts
 import torch
 import torch.nn.functional as F
+from late import Late
 from torch import Tensor, nn
 
 from fastpar.axes.tensor.functional import TensorParallel
@@ -532,7 +533,8 @@ def parallel_model(
     asked = layout.settings(grad_dtype=torch.float32 if program.half else None)
     debug = Debug(poison=True, bus_gb_s=0.5) if layout.offload else None
     if layout.watched:
-        debug = Debug(delay_ms=1.0, poison=True, check_replicas=True, seed=mesh.world_size)
+        late = functools.partial(Late, delay_ms=1.0, seed=mesh.world_size)
+        debug = Debug(poison=True, check_replicas=True, made=late)
     kinds = {"layers": nn.Linear, "blocks": (ForeignBlock, type(getattr(model, "h", [0])[0]))}
     more = {"units": kinds.get(layout.units or ""), "debug": debug}
     if beside.pop("meta", False):
