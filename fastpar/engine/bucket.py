@@ -779,21 +779,20 @@ class BucketState:
         self.seen.add(position)
 
     def take_all(self, grads: Sequence[Tensor | None]) -> bool:
-        """Copy the gradients of its node into the bucket; returns whether it became ready."""
+        """Take the gradients of its node into the bucket; returns whether it became ready."""
         given = [i for i, grad in enumerate(grads) if grad is not None]
         if self._are_usual(given, grads):
             self.open_grad()
-            views = self._all_grad_views()
-            if len(given) < len(views):
-                views = [views[i] for i in given]
-            there = [g for g in grads if g is not None]
-            # The others were computed in place: gradients.py, Places.
-            if pairs := [(v, g) for v, g in zip(views, there) if v.data_ptr() != g.data_ptr()]:
-                torch._foreach_copy_([v for v, _ in pairs], [g for _, g in pairs])
-            if not (self.stage.shards or self.casts):
-                for i, view in zip(given, views):
-                    self.params[i].grad = view
-            self.has.update(given)
+            views, kept = self._all_grad_views(), not (self.stage.shards or self.casts)
+            again = [i for i in given if i in self.has]
+            first = [i for i in given if i not in self.has]
+            if again:
+                torch._foreach_add_([views[i] for i in again], [grads[i] for i in again])
+            if first:
+                torch._foreach_copy_([views[i] for i in first], [grads[i] for i in first])
+            for i in first if kept else ():
+                self.params[i].grad = views[i]
+            self.has.update(first)
             self.seen.update(given)
         else:
             for i in given:
@@ -804,20 +803,23 @@ class BucketState:
         return self._all_taken()
 
     def _are_usual(self, positions: list[int], grads: Sequence[Tensor | None]) -> bool:
-        """Whether these gradients are the first of the bucket, and can be copied as they are."""
-        if self.has or self.sources is not None or self.phase in SENT:
+        """Whether these gradients can be copied, or added, as they are."""
+        if self.sources is not None or self.phase in SENT:
             return False
-        kept = not (self.stage.shards or self.casts)
-        if kept and [i for i in positions if self.params[i].grad is not None]:  # set by hand
-            return False
+        if not (self.stage.shards or self.casts):
+            by_hand = (i for i in positions if i not in self.has)
+            if any(self.params[i].grad is not None for i in by_hand):
+                return False
         there = [g for g in grads if g is not None]
         return not [g for g in there if g.requires_grad or g.layout is not torch.strided]
 
-    def grad_place(self, position: int) -> Tensor | None:
-        """Memory in which a gradient can be computed; None if take() has to add or cast it."""
+    def grad_place(self, position: int) -> tuple[Tensor, bool]:
+        """Memory for a gradient, which is there from now on, and whether to add to it."""
         self.open_grad()
-        first = position not in self.has
-        return self.grad_view(position) if first and self.grad_dtype == self.spec.dtype else None
+        add = position in self.has
+        self.has.add(position)
+        self.seen.add(position)
+        return self.grad_view(position), add
 
     def taken(self, position: int) -> bool:
         """Note a gradient; returns whether it was the last that the bucket waited for."""

@@ -425,8 +425,7 @@ class SplitBackward:
             computes = parts.pop(p)  # frees what it keeps
             bucket, position = shards.places[p]  # type: ignore[index]
             mine = bucket.spec.part == self._chunk
-            alone = mine and len(computes) == 1 and p not in kept
-            grad = computes[0](bucket.grad_place(position) if alone else None)
+            grad = computes[0](None)
             for compute in computes[1:]:
                 grad.add_(compute(None))
             if p in kept:
