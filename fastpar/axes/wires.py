@@ -34,12 +34,6 @@ def code_bytes(setup: Setup) -> tuple[float, float]:
     return (gradients if setup.wire_gradients in FORMATS else 0.0), weights
 
 
-def error_bytes(setup: Setup) -> int:
-    """Bytes per element of the buffer for rounding errors of gradients."""
-    keeps = setup.error_buffer or (setup.error_feedback and setup.stage == 0)
-    return 4 if keeps and setup.data > 1 else 0
-
-
 def message_bytes(setup: Setup) -> float:
     """Bytes per element of a bucket in flight, besides the gradient: messages, decoded ones."""
     if setup.data == 1 and setup.offload is None:

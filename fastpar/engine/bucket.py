@@ -42,13 +42,11 @@ are the same on all ranks.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import itertools
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -269,10 +267,7 @@ class BucketWeights:
         for p, output in zip(self.params, self.outputs):
             output.__class__ = nn.Parameter  # for code that looks
             # It keeps the parameter, and so the engine, while no module does.
-            output.fastpar_parameter = p  # type: ignore[attr-defined]
-            for name in ("fastpar_place", "fastpar_wide_place"):
-                if hasattr(p, name):
-                    setattr(output, name, getattr(p, name))
+            vars(output).update(vars(p), fastpar_parameter=p)
 
     def lend(self, *, shown: bool) -> None:
         """Give modules the node's outputs, of parameters that are in their places.
@@ -459,7 +454,6 @@ class BucketState:
         self.unreduced: PairwiseSum | None = None  # earlier micro-batches that were not reduced
         self.reduced: Tensor | None = None
         self._reductions: PairwiseSum | None = None
-        self._tree_ms = 0.0
         # A block of codes may reach from the end of a parameter to the start of the next.
         ends = [*(s.start for s in self.slots[1:]), spec.numel]
         pads = [slice(s.stop, end) for s, end in zip(self.slots, ends) if s.stop < end]
@@ -785,21 +779,20 @@ class BucketState:
         self.seen.add(position)
 
     def take_all(self, grads: Sequence[Tensor | None]) -> bool:
-        """Copy the gradients of its node into the bucket; returns whether it became ready."""
+        """Take the gradients of its node into the bucket; returns whether it became ready."""
         given = [i for i, grad in enumerate(grads) if grad is not None]
         if self._are_usual(given, grads):
             self.open_grad()
-            views = self._all_grad_views()
-            if len(given) < len(views):
-                views = [views[i] for i in given]
-            there = [g for g in grads if g is not None]
-            # The others were computed in place: gradients.py, Places.
-            if pairs := [(v, g) for v, g in zip(views, there) if v.data_ptr() != g.data_ptr()]:
-                torch._foreach_copy_([v for v, _ in pairs], [g for _, g in pairs])
-            if not (self.stage.shards or self.casts):
-                for i, view in zip(given, views):
-                    self.params[i].grad = view
-            self.has.update(given)
+            views, kept = self._all_grad_views(), not (self.stage.shards or self.casts)
+            again = [i for i in given if i in self.has]
+            first = [i for i in given if i not in self.has]
+            if again:
+                torch._foreach_add_([views[i] for i in again], [grads[i] for i in again])
+            if first:
+                torch._foreach_copy_([views[i] for i in first], [grads[i] for i in first])
+            for i in first if kept else ():
+                self.params[i].grad = views[i]
+            self.has.update(first)
             self.seen.update(given)
         else:
             for i in given:
@@ -810,20 +803,23 @@ class BucketState:
         return self._all_taken()
 
     def _are_usual(self, positions: list[int], grads: Sequence[Tensor | None]) -> bool:
-        """Whether these gradients are the first of the bucket, and can be copied as they are."""
-        if self.has or self.phase in SENT:
+        """Whether these gradients can be copied, or added, as they are."""
+        if self.sources is not None or self.phase in SENT:
             return False
-        kept = not (self.stage.shards or self.casts)
-        if kept and [i for i in positions if self.params[i].grad is not None]:  # set by hand
-            return False
+        if not (self.stage.shards or self.casts):
+            by_hand = (i for i in positions if i not in self.has)
+            if any(self.params[i].grad is not None for i in by_hand):
+                return False
         there = [g for g in grads if g is not None]
         return not [g for g in there if g.requires_grad or g.layout is not torch.strided]
 
-    def grad_place(self, position: int) -> Tensor | None:
-        """Memory in which a gradient can be computed; None if take() has to add or cast it."""
+    def grad_place(self, position: int) -> tuple[Tensor, bool]:
+        """Memory for a gradient, which is there from now on, and whether to add to it."""
         self.open_grad()
-        first = position not in self.has
-        return self.grad_view(position) if first and self.grad_dtype == self.spec.dtype else None
+        add = position in self.has
+        self.has.add(position)
+        self.seen.add(position)
+        return self.grad_view(position), add
 
     def taken(self, position: int) -> bool:
         """Note a gradient; returns whether it was the last that the bucket waited for."""
@@ -884,8 +880,7 @@ class BucketState:
         self.fill_missing(flags=False)
         if self.unreduced is None:
             self.unreduced = PairwiseSum()
-        with self._summing():
-            self.unreduced.push(self._micro_batch(clone=not self.stage.frees_gradients))
+        self.unreduced.push(self._micro_batch(clone=not self.stage.frees_gradients))
         if self.stage.frees_gradients:
             self.grad = None
         self._forget_local()
@@ -895,15 +890,14 @@ class BucketState:
         if self.unreduced is None and self.sources is None:
             return
         assert self.grad is not None
-        with self._summing():
-            total = self._micro_batch(clone=True)
-            if self.unreduced is not None:
-                self.unreduced.push(total)
-                total = self.unreduced.total()
-            if self.sources is not None:
-                self.sources.sum_into(self.grad[: self.spec.used_start], total)
-            else:
-                self.grad.copy_(total)
+        total = self._micro_batch(clone=True)
+        if self.unreduced is not None:
+            self.unreduced.push(total)
+            total = self.unreduced.total()
+        if self.sources is not None:
+            self.sources.sum_into(self.grad[: self.spec.used_start], total)
+        else:
+            self.grad.copy_(total)
         self.unreduced = None
 
     def _micro_batch(self, *, clone: bool) -> Tensor:
@@ -912,12 +906,6 @@ class BucketState:
             return self.sources.micro_batch(self.has)
         assert self.grad is not None
         return self.grad.clone() if clone else self.grad
-
-    @contextlib.contextmanager
-    def _summing(self) -> Iterator[None]:
-        self._tree_ms -= time.perf_counter() * 1e3
-        yield
-        self._tree_ms += time.perf_counter() * 1e3
 
     def _forget_local(self) -> None:
         self.has.clear()
@@ -940,13 +928,12 @@ class BucketState:
         if self.deterministic:
             if self._reductions is None or (not self.stage.shards and not self._aside):
                 self._reductions = PairwiseSum()
-            with self._summing():
-                self._reductions.push(result if self.stage.frees_gradients else result.clone())
-                self.reduced = result
-                if self.stage.frees_gradients:
-                    self.reduced = self._new_shard() if self.grad_shard is None else self.grad_shard
-                if self._reductions.count > 1 or self.stage.frees_gradients:
-                    self.reduced.copy_(self._reductions.total())
+            self._reductions.push(result if self.stage.frees_gradients else result.clone())
+            self.reduced = result
+            if self.stage.frees_gradients:
+                self.reduced = self._new_shard() if self.grad_shard is None else self.grad_shard
+            if self._reductions.count > 1 or self.stage.frees_gradients:
+                self.reduced.copy_(self._reductions.total())
             self._aside = False
         elif self.reduced is None or not self.stage.shards:
             self.reduced = result
@@ -1125,11 +1112,6 @@ class BucketState:
         if self.reduced is not None and self.stage.shards:
             self.storage.touch(self)
             self.reduced[part].zero_()
-
-    def take_tree_ms(self) -> float:
-        """Host time in fixed sums since the last call."""
-        ms, self._tree_ms = self._tree_ms, 0.0
-        return ms
 
     @property
     def tree_bytes(self) -> int:
