@@ -48,8 +48,6 @@ from __future__ import annotations
 import functools
 import gc
 import math
-import os
-import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -621,7 +619,6 @@ class StepMemory:
         else:
             self.alive_bytes = alive_bytes() if self._given is None else self._given
             self._shared = shared_bytes()
-            _use_up_warning()
             _start_profiler()
         return self
 
@@ -683,24 +680,6 @@ def alive_bytes() -> int:
 
 # torch's older profiler: unlike the newer one it is local to a thread, so that ranks may be
 # threads, and it prints nothing.
-
-
-@functools.cache
-def _use_up_warning() -> None:
-    """Triggers and hides torch's message on stderr about freed memory that was allocated before
-    the profile (printed the first time and every 1000th), which is expected here."""
-    x = torch.empty(1, dtype=torch.float32, device="cpu")
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        _start_profiler()
-        del x
-        _stop_profiler()
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def _start_profiler() -> None:

@@ -199,23 +199,6 @@ def test_small_ops_wait_for_the_host_and_exchanges_are_the_networks():
 # What textbooks say of rings, trees and hierarchies, and where ranks are
 
 
-@sweep(
-    ["ranks", "stride", "expected"],
-    [
-        (1, 1, (1, 1, 1)),
-        (8, 1, (8, 8, 1)),
-        (16, 1, (16, 8, 2)),
-        (8, 8, (8, 1, 8)),
-        (8, 4, (8, 2, 4)),
-        (2, 4, (2, 2, 1)),
-        (2, 16, (2, 1, 2)),
-        (16384, 1, (16384, 8, 2048)),
-    ],
-)
-def test_where_ranks_are(ranks, stride, expected):
-    assert place(ranks, stride, 8) == expected
-
-
 @sweep("ranks", [2, 4, 8])
 def test_large_ring_moves_two_parts_less_one(ranks):
     """2 (n-1)/n of the bytes pass each link, for one direction half; so too inside of a node."""
@@ -239,16 +222,6 @@ def test_small_messages_are_latency():
     assert many - few == pytest.approx(levels, rel=1e-6)
     at = place(16384, 1, net.cluster.per_node)
     assert net.traffic_s(ring(at, 8.0, 2)) > 50 * net.traffic_s(tree(at, 8.0, 2))
-
-
-def test_hierarchy_beats_a_ring_over_slow_links():
-    """Through the slow link each byte goes (nodes-1)/nodes times instead of (n-1)/n."""
-    for inter in ("eth-100", "eth-10", "eth-400"):
-        net, at = network(16, inter=inter), place(16, 1, 8)
-        around, levels = (net.traffic_s(way(at, 1e10, 2)) for way in (ring, hierarchy))
-        assert levels < around
-        assert inter != "eth-10" or around / levels == pytest.approx((15 / 16) * 2, rel=0.02)
-        assert net.seconds("all_reduce", 1e10, 16) <= levels + net.start_s
 
 
 def test_more_bytes_ranks_and_distance_are_never_faster():
