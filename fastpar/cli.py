@@ -261,10 +261,10 @@ def _missing_memory(error: Exception) -> str:
     text = str(error)
     if not isinstance(error, MemoryError) and not _NO_MEMORY.search(text):
         return ""
-    found = re.search(r"allocate (\d[\d.]*) ?(\w+)", text)
-    if found is None:
+    match = re.search(r"allocate (\d[\d.]*) ?(\w+)", text)
+    if match is None:
         return "a tensor"
-    number, unit = found.groups()
+    number, unit = match.groups()
     return f"{int(number) / 1e6:,.1f} MB" if unit == "bytes" else f"{number} {unit}"
 
 
@@ -378,8 +378,8 @@ def _profile(arguments: list[str]) -> int:
     nproc = _ranks_to_start(config)
     config = prepare(options, config)
     if not is_rank() and nproc > 1:
-        own = ["--steps", str(options.steps), "--out", str(options.out)]
-        return launch.launch(["profile", *flags, *own], nproc, threads=config.system.threads)
+        more = ["--steps", str(options.steps), "--out", str(options.out)]
+        return launch.launch(["profile", *flags, *more], nproc, threads=config.system.threads)
     from fastpar.train.trainer import train
 
     return train(config, partial(profile, options=options))
@@ -410,22 +410,22 @@ def _read_base(arguments: list[str]) -> _Base:
     first.add_argument("--out")
     for flag in ("--resume", "--auto-resume"):
         first.add_argument(flag, action=argparse.BooleanOptionalAction, default=False)
-    known, _ = first.parse_known_args(arguments)
-    given = read_settings(files.config) if files.config is not None else {}
-    named, automatic = known.out or given.get("out"), is_restart()
+    options, _ = first.parse_known_args(arguments)
+    in_file = read_settings(files.config) if files.config is not None else {}
+    named, automatic = options.out or in_file.get("out"), is_restart()
     out = named if isinstance(named, str) else None
-    if known.auto_resume or given.get("auto_resume") or given.get("auto-resume"):
+    if options.auto_resume or in_file.get("auto_resume") or in_file.get("auto-resume"):
         automatic = True
     if automatic and out is None:
-        found = find_run(RUNS, run_id())
-        out = str(found) if found is not None else None
+        newest = find_run(RUNS, run_id())
+        out = str(newest) if newest is not None else None
         if out is None and not run_id():
             raise ValueError(
                 "train: expected --out with --auto-resume, got out=None; name the run's folder, "
                 f"such as {RUNS}/NAME"
             )
     file = Path(out or "") / "config.json"
-    resumes = out is not None and file.exists() and (known.resume or automatic)
+    resumes = out is not None and file.exists() and (options.resume or automatic)
     base, saved = TrainFlags(), {}
     defaults = base.settings()
     if resumes:
@@ -437,11 +437,11 @@ def _read_base(arguments: list[str]) -> _Base:
                 f"(fastpar.axes.register): {', '.join(old)}"
             )
         base = base.replace(saved, str(file))
-    base = base.replace(given, str(files.config))
+    base = base.replace(in_file, str(files.config))
     unset = {setting_name(name.lstrip("-")) for name in files.unset}
     base = base.replace({name: defaults.get(name) for name in unset}, "--unset")
     flags = re.findall(r"^--(?:no-)?([\w-]+)", "\n".join(arguments), re.MULTILINE)
-    overridden = unset | {setting_name(name) for name in (*given, *flags)}
+    overridden = unset | {setting_name(name) for name in (*in_file, *flags)}
     saved = {
         name: value
         for name, value in base.settings().items()

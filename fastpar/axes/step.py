@@ -7,8 +7,8 @@ Arithmetic only: no tensors, no ranks. Shape legend as in gpt.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -23,17 +23,6 @@ from fastpar.settings.parallel import MeshSettings, Parallel
 from fastpar.sharding.layout import default_bucket_mb
 
 ALIKE = 0.01  # the model does not resolve smaller differences, relative to a step's time
-
-
-class once:  # noqa: N801  # like functools.cached_property, which takes a lock
-    """A property whose value is kept."""
-
-    def __init__(self, value_of: Callable[[Any], Any]) -> None:
-        self.value_of, self.name = value_of, value_of.__name__
-
-    def __get__(self, setup: Any, owner: type) -> Any:
-        value = vars(setup)[self.name] = self.value_of(setup)
-        return value
 
 
 @dataclass(frozen=True)
@@ -134,54 +123,54 @@ class Setup:
         sizes["expert_top_k"] = workload.shape.top_k
         return self.flags.replace({**sizes, "batch_size": workload.batch_size})
 
-    @once
+    @cached_property
     def tp(self) -> int:
         """Ranks that split each layer; of a grid, its columns."""
         grid = parse_grid(self.tp_grid)
         return self.flags.mesh.tp if grid is None else grid[1]
 
-    @once
+    @cached_property
     def chunks(self) -> int:
         return pp_chunks(self.schedule, self.flags.parallel.pipeline.chunks)
 
-    @once
+    @cached_property
     def pp_split(self) -> tuple[int, ...] | None:
         """Layers on each of the pp * chunks stages; None: by their FLOPs."""
         split = pp_split(self.flags.parallel.pipeline.split)
         return None if split is None else tuple(split)
 
-    @once
+    @cached_property
     def micro_batch_size(self) -> int:
         value = self.flags.text.micro_batch_size
         return 1 if value is None else value
 
-    @once
+    @cached_property
     def grad_accum_steps(self) -> int:
         value = self.flags.parallel.grad_accum_steps
         return 1 if value is None else value
 
-    @once
+    @cached_property
     def accumulate(self) -> str:
         return self.flags.parallel.accumulate or ("full" if self.zero_stage < 2 else "shard")
 
-    @once
+    @cached_property
     def dtype(self) -> str:
         value = self.flags.system.dtype
         return "bf16" if value == "auto" else value
 
-    @once
+    @cached_property
     def grad_dtype(self) -> str:
         return self.flags.parallel.precision.grad_dtype or "fp32"
 
-    @once
+    @cached_property
     def reduce_dtype(self) -> str:
         return self.flags.parallel.precision.reduce_dtype or self.grad_dtype
 
-    @once
+    @cached_property
     def sequence_parallel(self) -> bool:
         return self.flags.parallel.sequence_parallel is not False
 
-    @once
+    @cached_property
     def master_weights(self) -> str:
         """none, full or remainder."""
         if self.weight_bytes > 2 or self.stochastic_rounding:
@@ -189,22 +178,22 @@ class Setup:
         value = self.flags.optim.master_weights
         return "full" if value == "auto" else value
 
-    @once
+    @cached_property
     def dp(self) -> int:
         """Ranks, or groups of tp * cp * pp ranks, that compute different sequences."""
         return self.data // (self.cp * self.depth)
 
-    @once
+    @cached_property
     def data(self) -> int:
         """Ranks, or groups of tp * pp ranks, with the same weights and different tokens."""
         return self.world_size // (self.tp * self.rows * self.pp)
 
-    @once
+    @cached_property
     def rows(self) -> int:
         """Rows of the grid of ranks, whose columns are tp; 1 without a grid."""
         return (parse_grid(self.tp_grid) or (1,))[0]
 
-    @once
+    @cached_property
     def depth(self) -> int:
         """Number of grids over which a batch is split."""
         return (*(parse_grid(self.tp_grid) or (1, 1)), 1)[2]
@@ -214,7 +203,7 @@ class Setup:
         """Samples of a micro-batch on a rank; rows and depth of a grid split them."""
         return max(1, self.micro_batch_size // (self.rows * self.depth))
 
-    @once
+    @cached_property
     def n_shards(self) -> int:
         """Ranks that shard one replica."""
         return min(self.data, self.shard_size or self.data) if self.zero_stage else 1
@@ -225,28 +214,28 @@ class Setup:
             return 2 * self.micro_batch_size * -(-workload.seq_len // (2 * self.cp))
         return -(-self.micro_batch_size * workload.seq_len // (self.cp * self.rows * self.depth))
 
-    @once
+    @cached_property
     def by_keys(self) -> bool:
         """Whether ranks of cp attend all heads of their own tokens."""
         return self.cp > 1 and self.cp_method == "keys"
 
-    @once
+    @cached_property
     def stage(self) -> int:
         """The stage in effect: 0 without ranks to shard over, unless offload is on."""
         return self.zero_stage if self.n_shards > 1 or self.offload is not None else 0
 
-    @once
+    @cached_property
     def bucket_bytes(self) -> float:
         """The cap of a bucket."""
         usual = default_bucket_mb(self.data, self.transport if self.data > 1 else "none")
         return (usual if self.bucket_mb is None else self.bucket_mb) * 2**20
 
-    @once
+    @cached_property
     def weight_bytes(self) -> int:
         """Bytes per element of weights and activations."""
         return DTYPES[self.dtype].itemsize
 
-    @once
+    @cached_property
     def grad_bytes(self) -> int:
         return DTYPES[self.grad_dtype].itemsize
 

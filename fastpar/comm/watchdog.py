@@ -234,9 +234,9 @@ class Watchdog:
         if op is not None:
             return waits, place, op
         for recent in list((_streams or {}).values()):
-            found = _unfinished(list(recent))
-            if found is not None:
-                return id(found), found[0], found[1]
+            collective = _unfinished(list(recent))
+            if collective is not None:
+                return id(collective), collective[0], collective[1]
         return None
 
     def _beat(self) -> dict[str, Any]:
@@ -332,34 +332,34 @@ class Watchdog:
         beats = {rank: beat for rank, (beat, _) in self._seen.items()}
         silent_s = {rank: now - arrived for rank, (_, arrived) in self._seen.items()}
 
-        def found(rank: int, how: str) -> dict[str, Any]:
+        def verdict(rank: int, how: str) -> dict[str, Any]:
             stack = beats.get(rank, {}).get("stack", [])
             return {"rank": rank, "who": f"rank {rank} {how}", "stack": stack}
 
         if late:
             s = now - self._answered
-            return found(0, f"or the host of the ranks' store has not answered for {s:.1f} s")
+            return verdict(0, f"or the host of the ranks' store has not answered for {s:.1f} s")
         if missing := [rank for rank in others if rank not in beats]:
-            return found(missing[0], "never gave a sign of life")
+            return verdict(missing[0], "never gave a sign of life")
         ended = [rank for rank in others if beats[rank]["ended"]]
         rank = max(others, key=lambda rank: (rank not in ended, silent_s[rank]))
         if silent_s[rank] > _STALE_BEATS * self._beat_s and rank not in ended:
-            return found(
+            return verdict(
                 rank,
                 f"gave no sign of life for {silent_s[rank]:.1f} s (stopped, dead or cut off), "
                 f"last seen in {_where(beats[rank])}",
             )
         if ended:
-            return found(ended[0], "has left the run")
+            return verdict(ended[0], "has left the run")
         if busy := [rank for rank in others if beats[rank]["op"] is None]:
             rank = min(busy, key=lambda rank: _progress(beats[rank]))
-            return found(rank, f"is not waiting: {_where(beats[rank])}")
+            return verdict(rank, f"is not waiting: {_where(beats[rank])}")
         beats[self.rank] = self._beat()
         rank = min(sorted(beats), key=lambda rank: _progress(beats[rank]))
         if any(_progress(beat) != _progress(beats[rank]) for beat in beats.values()):
-            return found(rank, f"is behind: {_where(beats[rank])}")
+            return verdict(rank, f"is behind: {_where(beats[rank])}")
         each = ", ".join(f"rank {rank} in {_where(beats[rank])}" for rank in sorted(beats))
-        return found(rank, f"and all others wait, none is behind: {each}")
+        return verdict(rank, f"and all others wait, none is behind: {each}")
 
 
 def _own_connection(store: Any, start: str) -> Any:
@@ -393,12 +393,12 @@ def _stop(mark: str) -> None:
 
 def _unfinished(recent: list[tuple]) -> tuple | None:
     """The collective of a stream that the device runs now."""
-    found = None
+    first = None
     for entry in reversed(recent):
         if entry[3].query():
             break
-        found = entry
-    return found if found is not None and found[2].query() else None
+        first = entry
+    return first if first is not None and first[2].query() else None
 
 
 def _progress(beat: dict[str, Any]) -> tuple[int, int]:

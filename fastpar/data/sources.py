@@ -345,19 +345,19 @@ def _open_files(
     by_kind: dict[str, list[Path]] = {}
     for file in files:
         by_kind.setdefault(_KINDS.get(file.suffix[1:].lower(), "text"), []).append(file)
-    sizes = {kind: sum(f.stat().st_size for f in found) for kind, found in by_kind.items()}
+    sizes = {kind: sum(f.stat().st_size for f in chosen) for kind, chosen in by_kind.items()}
     most = max(sizes, key=lambda kind: sizes[kind], default="text")
-    found, where = by_kind.get(most, []), str(folder or (files[0] if files else name))
+    chosen, where = by_kind.get(most, []), str(folder or (files[0] if files else name))
     if most == "other":
         raise ValueError(
-            f"load_data: expected text, got file={max(found, key=lambda f: f.stat().st_size)}, "
+            f"load_data: expected text, got file={max(chosen, key=lambda f: f.stat().st_size)}, "
             "which is not a text format; convert it to text files or .jsonl"
         )
     if most == "records":
-        return _open_records(found, name, text_column, sorted({*files} - {*found}))
+        return _open_records(chosen, name, text_column, sorted({*files} - {*chosen}))
     if most == "parquet":
-        return _open_dataset(where, text_column, None if folder else found)
-    texts = [*found, *by_kind.get("other", [])]  # a small .csv is read as text, too
+        return _open_dataset(where, text_column, None if folder else chosen)
+    texts = [*chosen, *by_kind.get("other", [])]  # a small .csv is read as text, too
     if folder is not None:
         texts.sort(key=lambda file: file.parts)
     return _text_source(name, texts, skip_others=len(files) > 1 or bool(folder), where=where)

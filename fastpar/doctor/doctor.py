@@ -70,15 +70,15 @@ class Prover:
         with self._lock:
             if self._store is None:
                 return self.proof_here(case, **how)
-            here, found = self.table(case.device).about["device"], {}
+            here, by_kind = self.table(case.device).about["device"], {}
             for kind in sorted(self._kinds, key=lambda kind: kind != here):
                 key = f"fastpar/proof/{kind}/{case.device}/{case}"
                 if kind == here and self._store.add(f"{key}/claims", 1) == 1:
                     row = row_of(case, self.proof_here(case, **how))
                     self._store.set(key, json.dumps(row))
                 row = json.loads(self._store.get(key))  # waits for the rank that proves
-                found[kind] = parse_proofs(case.device, {"proofs": [row]})[case]
-            return _common(case, found)
+                by_kind[kind] = parse_proofs(case.device, {"proofs": [row]})[case]
+            return _common(case, by_kind)
 
     def warm(self, cases: Sequence[Case], gpu: tuple[int, int]) -> bool:
         """Compiles what proofs need, once on each host, by the rank that gets True; other ranks of
@@ -127,14 +127,14 @@ def _runs(proof: Proof) -> str:
     return "fastpar's kernel" if proof.chosen == OWN else "stock PyTorch"
 
 
-def _common(case: Case, found: dict[str, Proof]) -> Proof:
+def _common(case: Case, by_kind: dict[str, Proof]) -> Proof:
     """The choice that is right on all kinds of devices."""
-    worst = min(found.values(), key=lambda proof: (proof.chosen == OWN, not proof.wrong))
-    if len({proof.chosen for proof in found.values()}) > 1:
-        each = ", ".join(f"{kind}: {_runs(proof)}" for kind, proof in found.items())
+    worst = min(by_kind.values(), key=lambda proof: (proof.chosen == OWN, not proof.wrong))
+    if len({proof.chosen for proof in by_kind.values()}) > 1:
+        each = ", ".join(f"{kind}: {_runs(proof)}" for kind, proof in by_kind.items())
         _say(f"{case}: the ranks' GPUs differ ({each}); all run {_runs(worst)}")
-    if worst.chosen == OWN and len({proof.serves for proof in found.values()}) > 1:
-        each = ", ".join(f"{kind}: {' / '.join(proof.serves)}" for kind, proof in found.items())
+    if worst.chosen == OWN and len({proof.serves for proof in by_kind.values()}) > 1:
+        each = ", ".join(f"{kind}: {' / '.join(proof.serves)}" for kind, proof in by_kind.items())
         _say(f"{case}: the fastest differs by GPU ({each}); all run fastpar's kernel")
         worst = worst._replace(serves=(OWN, OWN))
     return worst
@@ -204,8 +204,8 @@ def table_of(device: str) -> ProofTable:
 
 def adopt_known(cases: Iterable[Case]) -> None:
     """Makes this process use the table's proofs of these cases; starts no trial."""
-    found = {case: proof for case in cases if (proof := known_proof(case)) is not None}
-    choice.proofs.update(found)
+    stored = {case: proof for case in cases if (proof := known_proof(case)) is not None}
+    choice.proofs.update(stored)
 
 
 def adopt(

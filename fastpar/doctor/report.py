@@ -62,7 +62,7 @@ def doctor(command: DoctorCommand, write: Callable[[str], None] = print) -> int:
     config = GPTConfig.preset(command.model)
     fp8 = device == "cuda" and torch.cuda.get_device_capability() >= LEAST_CAPABILITY
     cases = cases_of_model(device, dtype, config, fp8=fp8)
-    found: dict[Case, Proof] = {}
+    proven: dict[Case, Proof] = {}
     about = table_of(device).about
     write(versions(about))
     how = {"again": command.again or command.compile, "compiled": command.compile}
@@ -73,16 +73,16 @@ def doctor(command: DoctorCommand, write: Callable[[str], None] = print) -> int:
         backend.keep_freed_memory()  # as training does; else page faults dominate the times
     write(HEADER)
     for case in cases:  # on a CPU a row as soon as it is known
-        found |= adopt([case], **how)
-        write(row(case, found[case]))
-    for line in notes(found):
+        proven |= adopt([case], **how)
+        write(row(case, proven[case]))
+    for line in notes(proven):
         write(line)
     write(f"stored in {table_of(device).path}")
     if command.json is not None:
-        rows = [row_of(case, proof) for case, proof in found.items()]
+        rows = [row_of(case, proof) for case, proof in proven.items()]
         text = json.dumps({"version": VERSION, "about": about, "proofs": rows}, indent=1)
         Path(command.json).write_text(text + "\n", encoding="utf-8")
-    return int(any(proof.wrong for proof in found.values()))
+    return int(any(proof.wrong for proof in proven.values()))
 
 
 def versions(about: Mapping[str, str]) -> str:
@@ -113,8 +113,9 @@ def row(case: Case, proof: Proof) -> str:
         cells.append(
             " ".join(f"{ms[direction]:8.3f}" if ms[direction] else f"{'-':>8}" for ms in times)
         )
-    own = " / ".join("fastpar" if who == OWN else who for who in dict.fromkeys(proof.serves))
-    runs = own if proof.chosen == OWN else "torch: fastpar's is WRONG" if proof.wrong else "torch"
+    runs = " / ".join("fastpar" if who == OWN else who for who in dict.fromkeys(proof.serves))
+    if proof.chosen != OWN:
+        runs = "torch: fastpar's is WRONG" if proof.wrong else "torch"
     return f"{case!s:40}  {'   '.join(cells)}   {runs}"
 
 
@@ -139,10 +140,10 @@ def known_choices() -> list[str]:
     return lines
 
 
-def notes(found: Mapping[Case, Proof]) -> list[str]:
+def notes(proven: Mapping[Case, Proof]) -> list[str]:
     """Remarks below the table."""
-    lines = [f"WRONG  {case}: {proof.wrong}" for case, proof in found.items() if proof.wrong]
-    for case, proof in found.items():
+    lines = [f"WRONG  {case}: {proof.wrong}" for case, proof in proven.items() if proof.wrong]
+    for case, proof in proven.items():
         others = [(peer.name, peer.wrong, peer.ms) for peer in proof.peers]
         if sum(proof.compiled_ms) > 0:
             others.append(("PyTorch's functions under torch.compile", "", proof.compiled_ms))

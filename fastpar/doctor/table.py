@@ -18,7 +18,6 @@ the folder may be running the same trial.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import hashlib
@@ -100,11 +99,7 @@ def _driver() -> str:
         found = re.search(r"\s(\d+\.\d+[.\d]*)\s", Path("/proc/driver/nvidia/version").read_text())
         if found:
             return found[1]
-    version = ctypes.c_int()
-    with contextlib.suppress(OSError, AttributeError):  # a container without that file
-        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
-            return f"of CUDA {version.value // 1000}.{version.value % 1000 // 10}"
-    return "unknown"
+    return "unknown"  # a container without that file
 
 
 def _versions(about: dict[str, str]) -> dict[str, str]:

@@ -27,8 +27,8 @@ from torch import Tensor
 from fastpar.engine.engine import engine_of_parameter
 from fastpar.optim.base import EngineOptimizer, Row, Rows, check_ranges, pair
 from fastpar.optim.state import (
-    HALF,
     OF_WEIGHTS,
+    Storage,
     add_master,
     check_master_weights,
     new_step,
@@ -132,17 +132,9 @@ class Adafactor(EngineOptimizer):
                 f"Adafactor: does not work with {engine.sharing}, as its row and column means need "
                 "whole matrices; use fastpar.AdamW, or zero_stage=0 and tp=1"
             )
-        got = f"got a parameter of dtype={p.dtype} with master_weights={self.master_weights!r}"
-        if p.dtype != torch.float32 and not (p.dtype in HALF and self.master_weights):
-            raise ValueError(
-                "Adafactor: expected fp32 parameters, or bf16 and fp16 with master_weights=True, "
-                f"{got}; pass master_weights=True or convert the model"
-            )
-        if p.dtype == torch.float16 and self.master_weights == "remainder":
-            raise ValueError(
-                f"Adafactor: expected fp16 parameters with master_weights=True, {got}, which works "
-                "for bf16 only; pass master_weights=True"
-            )
+        if p.dtype == torch.float64:
+            raise ValueError("Adafactor: does not work in fp64; use fastpar.AdamW, or fp32")
+        Storage(self.master_weights, False, torch.float32).check(p, "Adafactor")
 
     # The step
 

@@ -78,36 +78,41 @@ class Storage:
         """Whether a step draws random bits."""
         return self.stochastic_rounding or self.moment_dtype != torch.float32
 
-    def check(self, p: Tensor, *, amsgrad: bool) -> None:
+    def check(self, p: Tensor, caller: str = "AdamW", *, amsgrad: bool = False) -> None:
         """Refuse a parameter that these options cannot train."""
         got = f"got a parameter of dtype={p.dtype}"
-        if p.dtype not in (torch.float32, torch.float64, *HALF):
-            raise ValueError(
-                f"AdamW: expected fp32, bf16, fp16 or fp64 parameters, {got}; convert the model"
-            )
-        if p.dtype == torch.float64 and self.moment_dtype != torch.float32:
-            raise ValueError(
-                f"AdamW: expected moment_dtype=torch.float32 with fp64 parameters, {got} with "
-                f"moment_dtype={self.moment_dtype}; drop it: moments of fp64 parameters are fp64"
-            )
-        if p.dtype in HALF and not (self.master_weights or self.stochastic_rounding):
-            raise ValueError(
-                "AdamW: expected fp32 parameters, or bf16 and fp16 with master_weights=True, "
-                f"{got} with master_weights=False and stochastic_rounding=False; pass "
-                "master_weights=True (or 'remainder' or stochastic_rounding=True for bf16), or "
-                "convert the model"
-            )
-        if p.dtype == torch.float16 and self.master_weights is not True:
-            what = "stochastic_rounding=True" if self.stochastic_rounding else "'remainder'"
-            raise ValueError(
-                f"AdamW: expected fp16 parameters with master_weights=True, {got} with {what}, "
-                "which works for bf16 only; pass master_weights=True"
-            )
-        if amsgrad and self.moment_dtype == torch.uint8:
-            raise ValueError(
-                "AdamW: moment_dtype=torch.uint8 does not support amsgrad=True, as a running "
-                "maximum of rounded values drifts; use torch.bfloat16 or torch.float32"
-            )
+        stored = self.master_weights or self.stochastic_rounding
+        how = "stochastic_rounding=True" if self.stochastic_rounding else "'remainder'"
+        refused = (
+            (
+                p.dtype not in (torch.float32, torch.float64, *HALF),
+                f"expected fp32, bf16, fp16 or fp64 parameters, {got}; convert the model",
+            ),
+            (
+                p.dtype == torch.float64 and self.moment_dtype != torch.float32,
+                f"expected moment_dtype=torch.float32 with fp64 parameters, {got} with "
+                f"moment_dtype={self.moment_dtype}; drop it: moments of fp64 parameters are fp64",
+            ),
+            (
+                p.dtype in HALF and not stored,
+                f"expected fp32 parameters, or bf16 and fp16 with master_weights=True, {got} with "
+                "master_weights=False; pass master_weights=True (for bf16 also 'remainder', or "
+                "AdamW's stochastic_rounding=True), or convert the model",
+            ),
+            (
+                p.dtype == torch.float16 and self.master_weights is not True,
+                f"expected fp16 parameters with master_weights=True, {got} with {how}, which works "
+                "for bf16 only; pass master_weights=True",
+            ),
+            (
+                amsgrad and self.moment_dtype == torch.uint8,
+                "moment_dtype=torch.uint8 does not support amsgrad=True, as a running maximum of "
+                "rounded values drifts; use torch.bfloat16 or torch.float32",
+            ),
+        )
+        for applies, text in refused:
+            if applies:
+                raise ValueError(f"{caller}: {text}")
 
     def new_state(self, p: Tensor, *, amsgrad: bool) -> dict[str, Tensor]:
         """The state before the first step."""

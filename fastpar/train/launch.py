@@ -186,8 +186,8 @@ def launch(
 def _from_where(out: str | None, name: str) -> str:
     """Where a restart continues; a damaged checkpoint may still lead to an earlier one."""
     run = Path(out) if out is not None else find_run(RUNS, name)
-    found = list_checkpoints(run) if run is not None else []
-    return f"from step {step_of(found[-1])}" if found else "from the start"
+    checkpoints = list_checkpoints(run) if run is not None else []
+    return f"from step {step_of(checkpoints[-1])}" if checkpoints else "from the start"
 
 
 def _run_ranks(
@@ -203,8 +203,8 @@ def _run_ranks(
     with _handlers({SAVE_SIGNAL: signal.SIG_IGN}):
         try:
             for number in range(nproc):
-                own = rank_environment(number, nproc, store.port, threads_per_rank(threads, nproc))
-                ranks.append(_start_rank(number, arguments, {**own, **start}, logs / str(number)))
+                env = rank_environment(number, nproc, store.port, threads_per_rank(threads, nproc))
+                ranks.append(_start_rank(number, arguments, {**env, **start}, logs / str(number)))
             with _forwarding_signals(ranks) as signals, stopping_with(ranks):
                 failures = _watch(ranks, signals, logs)
                 return _report(ranks, signals, logs, failures)
@@ -220,11 +220,11 @@ def _start_rank(
 ) -> subprocess.Popen:
     """Start a rank that writes its error to the folder; rank 0 also writes to the terminal."""
     folder.mkdir()
-    own = {**environment, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
-    own[MARK] = str(folder / _STOPPED)
+    variables = {**environment, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
+    variables[MARK] = str(folder / _STOPPED)
     with (folder / "stderr.log").open("w") as err:
         streams = {"stdout": subprocess.DEVNULL, "stderr": err} if number else {}
-        return start_rank([*call_command("fastpar.__main__.run"), *arguments], own, **streams)
+        return start_rank([*call_command("fastpar.__main__.run"), *arguments], variables, **streams)
 
 
 def _watch(

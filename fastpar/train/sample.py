@@ -116,8 +116,8 @@ def _draw(
     # The largest logit becomes 0, so that a tiny temperature cannot overflow to inf - inf.
     logits = (logits - logits.max(dim=-1, keepdim=True).values) / temperature
     if top_k is not None:
-        kept = logits.topk(min(top_k, logits.shape[-1])).indices
-        logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
+        top = logits.topk(min(top_k, logits.shape[-1])).indices
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, top, logits.gather(-1, top))
     likely = logits.softmax(dim=-1)
     if isinstance(generator, Sequence):
         return torch.cat([torch.multinomial(p, 1, generator=g) for p, g in zip(likely, generator)])

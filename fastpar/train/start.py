@@ -54,9 +54,9 @@ from fastpar.settings.rules import of_shape
 
 def found_by_main(run: Path, step: int, mesh: Mesh) -> Path | None:
     """The checkpoint of the step that rank 0 found; step=-1: none. Ranks: all."""
-    found = torch.full((), step, dtype=torch.int64, device=mesh.device)
-    mesh.broadcast_([found], *AXES)
-    return checkpoint_folder(run, int(found)) if found >= 0 else None
+    main_step = torch.full((), step, dtype=torch.int64, device=mesh.device)
+    mesh.broadcast_([main_step], *AXES)
+    return checkpoint_folder(run, int(main_step)) if main_step >= 0 else None
 
 
 def find_checkpoint(
@@ -231,12 +231,12 @@ def samples_of(config: TrainConfig, data: TextData, block_size: int) -> Tokens |
 
 def digest(data: TextData) -> str:
     """A hash of the tokens' length, beginning and end, to recognize the tokens of a run."""
-    known = hashlib.sha256()
+    sha = hashlib.sha256()
     for tokens in (data.train, data.val):
-        known.update(f"{len(tokens)} {tokens.dtype} ".encode())
+        sha.update(f"{len(tokens)} {tokens.dtype} ".encode())
         for start in (0, max(0, len(tokens) - _DIGEST_TOKENS)):
-            known.update(np.asarray(tokens[start : start + _DIGEST_TOKENS]).tobytes())
-    return known.hexdigest()
+            sha.update(np.asarray(tokens[start : start + _DIGEST_TOKENS]).tobytes())
+    return sha.hexdigest()
 
 
 def check_samples(
@@ -295,20 +295,20 @@ def checkpoint_of(config: TrainConfig, mesh: Mesh) -> Path | None:
     if mesh.replicas == 1 or not config.run.resume:
         return find_checkpoint(config, mesh)
     run = Path(config.run.out or "")
-    own, steps = folder_of(run, mesh.replica), _common_steps(run)
+    own_folder, steps = folder_of(run, mesh.replica), _common_steps(run)
     if mesh.replica == 0:
-        mine = find_checkpoint(config, mesh, steps)
+        newest = find_checkpoint(config, mesh, steps)
     else:
         step = -1
         if mesh.is_main:
-            own.mkdir(parents=True, exist_ok=True)
-            hold(own)
+            own_folder.mkdir(parents=True, exist_ok=True)
+            hold(own_folder)
             with contextlib.suppress(ValueError):  # none, or only damaged ones
-                step = step_of(newest_checkpoint(own, lambda line: None, steps))
-        mine = found_by_main(own, step, mesh)
-    step = -1 if mine is None else step_of(mine)
+                step = step_of(newest_checkpoint(own_folder, lambda line: None, steps))
+        newest = found_by_main(own_folder, step, mesh)
+    step = -1 if newest is None else step_of(newest)
     first = gather_objects(step, mesh.outer_group)[0]
-    return mine if step == first else checkpoint_folder(run, first) if first >= 0 else None
+    return newest if step == first else checkpoint_folder(run, first) if first >= 0 else None
 
 
 def _common_steps(run: Path) -> set[int] | None:
@@ -319,8 +319,8 @@ def _common_steps(run: Path) -> set[int] | None:
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
         last = json.loads((run / "config.json").read_text(encoding="utf-8"))["starts"][-1]
         folders = [folder_of(run, i) for i in range(last["replicas"])]
-        found = [set(map(step_of, list_checkpoints(folder))) for folder in folders]
-        return set.intersection(*found) or None
+        steps_of_each = [set(map(step_of, list_checkpoints(folder))) for folder in folders]
+        return set.intersection(*steps_of_each) or None
     return None
 
 

@@ -369,8 +369,8 @@ class Trainer:
             requested = self._read(0 if last else self.keep_pending) or requested
             if self.saves.requested:
                 requested = self._read(0) or requested
-            every, asked = config.optim.outer_every, self.saves.requested
-            stop, save = start.agree_on_requests(self.mesh, every, step, requested, asked)
+            every, save_requested = config.optim.outer_every, self.saves.requested
+            stop, save = start.agree_on_requests(self.mesh, every, step, requested, save_requested)
             if compares:
                 with self._on_all_ranks():
                     self.engine.check_replicas(self.optimizer, step=step)

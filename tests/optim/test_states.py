@@ -482,7 +482,7 @@ def test_options_of_a_group_are_checked_and_the_group_is_not_kept():
 
 WHOLE = torch.randn(4, 6)
 PARAMETERS = [
-    (AdamW, torch.zeros(3, dtype=BF16), {}, r"bfloat16 with master_weights=False .*; pass mast"),
+    (AdamW, torch.zeros(3, dtype=BF16), {}, r"bfloat16 with master_weights=False; pass master"),
     (AdamW, torch.zeros(3, dtype=FP16), {"master_weights": "remainder"}, "float16 with 'remainder"),
     (AdamW, torch.zeros(3, dtype=FP16), {"stochastic_rounding": True}, "with stochastic_rounding="),
     (AdamW, torch.zeros(3), {"amsgrad": True, "moment_dtype": UINT8}, "not support amsgrad=True"),
@@ -494,7 +494,7 @@ PARAMETERS = [
     (AdamW, WHOLE.to_sparse(), {}, "expected dense parameters, got parameter 0 of group"),
     (Adafactor, WHOLE.to_sparse(), {}, "expected dense parameters, got parameter 0 of group"),
     (Adafactor, torch.ones(2, dtype=BF16), {}, "dtype=torch.bfloat16 with master_weights=False; "),
-    (Adafactor, torch.ones(2, dtype=FP64), {"master_weights": True}, "expected fp32 para.*float64"),
+    (Adafactor, torch.ones(2, dtype=FP64), {"master_weights": True}, "work in fp64; use"),
     (Adafactor, torch.ones(2, dtype=torch.complex64), {}, "got a parameter of dtype=torch.complex"),
     (Adafactor, torch.ones(2, dtype=FP16), {"master_weights": "remainder"}, "fp16 parameters with"),
     (Muon, torch.zeros(4), {}, r"\[M, N\], got parameter 0 of its group of shape=\[4\]; put it in"),
