@@ -271,7 +271,7 @@ class Gathers:
         self._stay.clear()
         for bucket in self._shards.buckets:
             bucket.kept = False
-            bucket.hides = bucket.weights is not None and bucket.stage.shards
+            bucket.hides = bucket.stage.shards
         self.passes_since_step.clear()
         self.entered.clear()
 

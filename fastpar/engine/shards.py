@@ -309,7 +309,7 @@ class Shards:
         bucket, position = self.places[p]  # type: ignore[index]
         bucket.storage.await_weights(bucket)
         if self.stage.shards:
-            return Piece(*bucket.piece(position))
+            return Piece(*bucket.all_pieces()[position])
         here = bucket.stepped is bucket.shard
         values = p if here else bucket.slot_of(bucket.stepped, position)
         return Piece(values, bucket.grad_of(position), 0)
