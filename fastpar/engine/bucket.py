@@ -47,7 +47,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -291,6 +291,14 @@ class Storage:
 
 
 ON_DEVICE = Storage()
+
+
+class Piece(NamedTuple):
+    """This rank's shard of one parameter: [S] elements from `start` on; at stage 0 all of it."""
+
+    param: Tensor
+    grad: Tensor | None
+    start: int
 
 
 class BucketState:
@@ -661,15 +669,20 @@ class BucketState:
         """Bytes of the whole gradients."""
         return self.spec.numel * self.grad_dtype.itemsize
 
-    def all_pieces(self) -> list[tuple[Tensor, Tensor | None, int]]:
-        """(values, reduced gradient, first element) of this rank's piece of each parameter."""
+    def all_pieces(self) -> list[Piece]:
+        """This rank's piece of each parameter."""
+        if not self.stage.shards:
+            values: Iterable[Tensor] = self.params
+            if self.stepped is not self.shard:
+                values = (self.slot_of(self.stepped, i) for i in range(len(self.params)))
+            return [Piece(x, self.grad_of(i), 0) for i, x in enumerate(values)]
         if self._piece_views is None or self._piece_views[0] is not self.reduced:
             views = []
             for slot, (start, stop) in zip(self.slots, self.pieces):
                 at = slot.start + start - self.own.start
                 place = slice(at, at + stop - start)
                 grad = None if self.reduced is None else self.reduced[place]
-                views.append((self.stepped[place], grad, start))
+                views.append(Piece(self.stepped[place], grad, start))
             self._piece_views = self.reduced, views  # of a stage >= 2, the same in every step
         return self._piece_views[1]
 

@@ -30,8 +30,7 @@ from fastpar.axes import every
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import StepReport
-from fastpar.engine import absent
-from fastpar.engine.absent import Hook, Link
+from fastpar.engine.absent import Hook, Link, engine_of_parameter
 from fastpar.engine.bucket import ON_DEVICE, BucketState, checked
 from fastpar.engine.control import Control
 from fastpar.engine.debug import Debug, InputCheck, check_replicas
@@ -113,26 +112,16 @@ class Engine:
             hides = self.settings.grad_dtype not in (None, p.dtype)
             if self.shares or self.settings.deterministic or hides:  # p.grad must be None before
                 p.register_hook(Hook(me, Engine.before_unit_backward))
-        self._make_nodes()
-        model = shards.model()
-        if self.gathers is None and model is not None:
-            model.register_forward_pre_hook(RootHook(me, Engine._lend_all), prepend=True)
-            model.register_forward_hook(RootHook(me, Engine._take_back_all), always_call=True)
-
-    def _make_nodes(self) -> None:
-        """Give each bucket its node; see bucket.py, [Note: nodes]."""
-        uses: dict[BucketState, list[tuple[dict[str, Any], str, int]]] = {}
-        for module, name, p in self.shards.owners():
-            bucket, position = self.shards.places[p]
-            uses.setdefault(bucket, []).append((module._parameters, name, position))
-        me = weakref.ref(self)
 
         def collect(bucket: BucketState, grads: tuple[Tensor | None, ...]) -> None:
             if (engine := me()) is not None:
                 engine.on_node(bucket, grads)
 
-        for bucket, places in uses.items():
-            bucket.connect(places, collect)
+        shards.connect(collect)
+        model = shards.model()
+        if self.gathers is None and model is not None:
+            model.register_forward_pre_hook(RootHook(me, Engine._lend_all), prepend=True)
+            model.register_forward_hook(RootHook(me, Engine._take_back_all), always_call=True)
 
     @property
     def lends(self) -> bool:
@@ -585,11 +574,6 @@ def engine_of(model: nn.Module) -> Engine:
         f"engine_of: {type(model).__name__} has no engine; pass the module that "
         "fastpar.parallelize returned (copies and unpickled models have none)"
     )
-
-
-def engine_of_parameter(parameter: Tensor) -> Engine | None:
-    """The engine of one parameter, None if it has none."""
-    return absent.engine_of(parameter)
 
 
 # Reports
