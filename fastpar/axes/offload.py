@@ -316,8 +316,8 @@ class Offload:
 
     def _bins_of(self, bucket: State, positions: Iterable[int]) -> Tensor:
         """The bins of some of its gradients, on their present device."""
-        grad_of = (lambda i: bucket.piece(i)[1]) if bucket.stage.shards else bucket.grad_of
-        pieces = [(grad_of(i), self._counts(bucket.params[i])) for i in positions]
+        each = bucket.all_pieces()
+        pieces = [(each[i].grad, self._counts(bucket.params[i])) for i in positions]
         found = [(grad, counts) for grad, counts in pieces if grad is not None and grad.numel()]
         device = found[0][0].device if found else bucket.device
         none = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)

@@ -43,12 +43,11 @@ are the same on all ranks.
 from __future__ import annotations
 
 import enum
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -216,97 +215,20 @@ _FIRST = 2**63
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, start: Tensor, weights: weakref.ref[BucketWeights]) -> Any:
-        ctx.weights = weights  # weak: autograd's references are unknown to the garbage collector
+    def forward(ctx: Any, start: Tensor, bucket_ref: weakref.ref[BucketState]) -> Any:
+        ctx.bucket_ref = bucket_ref  # weak: the garbage collector knows no references of autograd
         ctx.set_materialize_grads(False)
-        made = weights()
-        assert made is not None
-        pairs = zip(made.params, made.views)  # gathers are no changes that autograd may count
+        bucket = bucket_ref()
+        assert bucket is not None
+        pairs = zip(bucket.params, bucket.views)  # gathers are no changes that autograd may count
         return tuple(v.data if type(p) is AbsentParameter else p.detach() for p, v in pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
-        weights = ctx.weights()
-        if weights is not None:
-            weights.collect(grads)
+        bucket = ctx.bucket_ref()
+        if bucket is not None:
+            bucket.collect(bucket, grads)
         return None, None
-
-
-class BucketWeights:
-    """The weights of a bucket as forwards read them.
-
-    Args:
-        params, views: of the bucket.
-        places: (`module._parameters`, name, position of the parameter) of each use.
-        collect: receives the gradients of a backward, None where a weight has none.
-    """
-
-    def __init__(
-        self,
-        params: list[nn.Parameter],
-        views: list[Tensor],
-        places: list[tuple[dict[str, Any], str, int]],
-        collect: Any,
-    ) -> None:
-        self.params, self.views, self._places, self.collect = params, views, places, collect
-        self._hooks = [_hooks_of(p) for p in params]
-        self._stream: Any = None
-        self.outputs: tuple[Tensor, ...] = ()
-        self._usable: list[bool] = []
-        self._is_lent = False
-
-    def _make(self) -> None:
-        """Make the node, on the current stream: its backward will run there."""
-        device = self.views[0].device
-        if device.type == "cuda":
-            self._stream = torch.cuda.current_stream(device)
-        start = torch.zeros((), dtype=torch.float32, device=device, requires_grad=True)
-        with torch.enable_grad():
-            self.outputs = _Node.apply(start, weakref.ref(self))
-        self.outputs[0].grad_fn._set_sequence_nr(_FIRST)  # type: ignore[union-attr]
-        for p, output in zip(self.params, self.outputs):
-            output.__class__ = nn.Parameter  # for code that looks
-            # It keeps the parameter, and so the engine, while no module does.
-            vars(output).update(vars(p), fastpar_parameter=p)
-
-    def lend(self, *, shown: bool) -> None:
-        """Give modules the node's outputs, of parameters that are in their places.
-
-        Args:
-            shown: the parameters are views of the bucket, if nothing has moved them.
-        """
-        stream = None if self._is_lent else self._stream  # modules may have the present outputs
-        if not self.outputs or (stream and stream != torch.cuda.current_stream(stream.device)):
-            self._make()
-        self._is_lent = True
-        with torch._C.DisableTorchFunctionSubclass():
-            usable = self._usable = [
-                p.requires_grad
-                and not (shown and (view.data_ptr() != p.data_ptr() or view.dtype is not p.dtype))
-                and len(p._backward_hooks or ()) == before
-                and len(p._post_accumulate_grad_hooks or ()) == after
-                for p, view, (before, after) in zip(self.params, self.views, self._hooks)
-            ]  # fmt: skip
-        for parameters, name, position in self._places:
-            if usable[position] and parameters.get(name) is self.params[position]:
-                parameters[name] = self.outputs[position]
-
-    def weight(self, position: int) -> Tensor:
-        """What forwards use after lend()."""
-        return (self.outputs if self._usable[position] else self.params)[position]
-
-    def take_back(self) -> dict[int, Tensor]:
-        """Give modules their parameters again; returns other memory that a forward gave them."""
-        self._is_lent, moved = False, {}
-        for parameters, name, position in self._places:
-            output = self.outputs[position]
-            if parameters.get(name) is output:
-                parameters[name] = self.params[position]
-                if output.data_ptr() != self.views[position].data_ptr():
-                    moved[position] = output.data
-        if moved:
-            self.outputs = ()
-        return moved
 
 
 def _hooks_of(p: Any) -> tuple[int, int]:
@@ -371,6 +293,14 @@ class Storage:
 ON_DEVICE = Storage()
 
 
+class Piece(NamedTuple):
+    """This rank's shard of one parameter: [S] elements from `start` on; at stage 0 all of it."""
+
+    param: Tensor
+    grad: Tensor | None
+    start: int
+
+
 class BucketState:
     """One bucket; the engine decides when what happens.
 
@@ -381,6 +311,7 @@ class BucketState:
         shard: [S] this rank's shard of the newest parameters.
         stepped: [S] what an optimizer changes: shard, or its counterpart on the host.
         live: whether flat has the values; shown: whether the parameters are views of flat.
+        rounds: whether forwards use other values than those that are stepped.
         hides: parameters stay placeholders, as the forwards of this step use the node's outputs.
         rank: among the ranks that shard one replica.
         separate: whether shard has memory of its own.
@@ -389,7 +320,7 @@ class BucketState:
         groups: that exchange it; device: where it lies.
         phase: of its gradients in this backward; changed by enter() only.
         wire_dtype: of gradients between ranks.
-        grad: [P] gradients of this rank, None while they are freed.
+        grad: [P] gradients of this rank, None while they are freed; grad_views: each parameter's.
         reduced: [S] ([P] at stage 0) mean over the ranks, None until the first of a step.
     """
 
@@ -421,6 +352,7 @@ class BucketState:
         self.flat = self._empty(shared, spec.numel, spec.dtype).zero_()
         self.views = [self.flat[s.start : s.stop].view(s.spec.shape) for s in self.slots]
         self.shard = self.flat[self.own] if stage.shards else self.flat
+        self.rounds = groups.gather is not None and groups.gather.rounds
         self.separate = stage.frees_parameters or self.rounds
         if self.separate:
             self.shard = self._empty(groups.gather, spec.shard_numel, spec.dtype)
@@ -436,7 +368,12 @@ class BucketState:
         self.shown = False
         self.hides = False
         self.gathering: Handle | None = None
-        self.weights: BucketWeights | None = None  # None: modules use the parameters themselves
+        self.collect: Any = None  # called with itself and the gradients of its node
+        self._uses: list[tuple[dict[str, Any], str, int]] = []
+        self._hooks: list[tuple[int, int]] = []
+        self._outputs: tuple[Tensor, ...] = ()  # of its node
+        self._usable: list[bool] = []  # which of them forwards may use
+        self._stream: Any = None
         self._lent = False
         self.node_is_due = False  # a forward since the last step used outputs of its node
         self.used_directly = False  # a parameter, not by its module: its gradient comes by itself
@@ -446,8 +383,9 @@ class BucketState:
         self.wire_dtype = settings.reduce_dtype or self.grad_dtype
         self.casts = self.grad_dtype != spec.dtype
         self.grad: Tensor | None = None
+        self.grad_views: list[Tensor] = []
         if not stage.frees_gradients:
-            self.grad = self._empty(groups.reduce, spec.numel, self.grad_dtype)
+            self._set_grad(self._empty(groups.reduce, spec.numel, self.grad_dtype))
         self.grad_shard: Tensor | None = self._new_shard() if stage.frees_gradients else None
         self.has: set[int] = set()  # positions with a gradient of this rank in `grad`
         self.seen: set[int] = set()  # positions with a gradient since zero_grad(), also reduced
@@ -464,7 +402,6 @@ class BucketState:
         self._version = -1  # of `grad`, when remember() was called
         self._marked_version = -1  # of `grad`, when mark() was
         self._zeroed = set(range(len(params)))  # positions without a gradient on any rank
-        self._began_empty = True  # whether the last backward began without gradients
         self.sources = None if sources is None else sources(self)
         if self.casts and not stage.shards:
             for p, view in zip(params, self.grad_views):
@@ -499,11 +436,6 @@ class BucketState:
         self._point()
 
     @property
-    def rounds(self) -> bool:
-        """Whether forwards use other values than those that are stepped."""
-        return self.groups.gather is not None and self.groups.gather.rounds
-
-    @property
     def exact(self) -> bool:
         """Whether the parameters have the values that are stepped."""
         return self.live and self.gathered_exact
@@ -533,24 +465,20 @@ class BucketState:
             self.storage.await_weights(self)
             self.log.wait(self.gathering, "gathering", self.spec.index)
             self.gathering = None
-            self._keep_secondary()
+            node, mine = self.groups.node, self.secondary
+            of_all = not (self.kept or (self.rounds and self.gathered_exact))
+            if node is not None and mine is not None and of_all:  # see "Secondary shards" above
+                mine.copy_(self.flat.view(node.world_size, -1)[node.rank])
+                self.kept = True
             self.make_live()
-
-    def _keep_secondary(self) -> None:
-        """Keep the result of a gather over all ranks; see "Secondary shards" above."""
-        node, mine = self.groups.node, self.secondary
-        if node is None or mine is None or self.kept or (self.rounds and self.gathered_exact):
-            return
-        mine.copy_(self.flat.view(node.world_size, -1)[node.rank])
-        self.kept = True
 
     def make_live(self) -> None:
         """Note that flat has the values; lends them, or makes parameters views of it."""
         self.live = True
         if not self.hides:
             self.show()
-        if self._lent and self.weights is not None:
-            self.weights.lend(shown=self.shown)
+        if self._lent:
+            self._lend(again=False)
 
     def show(self) -> None:
         """Make parameters views of flat, now or when it is live, in this step."""
@@ -568,28 +496,78 @@ class BucketState:
             p.data = view
         self.shown = True
 
+    # Its node
+
+    def connect(self, uses: list[tuple[dict[str, Any], str, int]], collect: Any) -> None:
+        """Have a node from now on.
+
+        Args:
+            uses: (`module._parameters`, name, position of the parameter) of each.
+            collect: called with this bucket and the gradients of a backward, None where there is
+                none.
+        """
+        self._uses, self.collect, self.hides = uses, collect, self.stage.shards
+        self._hooks = [_hooks_of(p) for p in self.params]
+
     def lend(self) -> None:
-        """Give modules the outputs of its node, now or when it is live, until take_back()."""
-        if self.weights is None:
-            self.show()
-            return
-        self._lent = self.node_is_due = True
+        """Give modules the outputs of its node, now or when it is live, until take_back(): of
+        parameters that are in their places."""
+        again, self._lent, self.node_is_due = self._lent, True, True
         if self.live:
-            self.weights.lend(shown=self.shown)
+            self._lend(again=again)
+
+    def _lend(self, *, again: bool) -> None:
+        """again: modules may have the present outputs."""
+        stream = None if again else self._stream
+        if not self._outputs or (stream and stream != torch.cuda.current_stream(stream.device)):
+            self._make_node()
+        shown = self.shown  # views of flat, if nothing has moved them
+        with torch._C.DisableTorchFunctionSubclass():
+            usable = self._usable = [
+                p.requires_grad
+                and not (shown and (view.data_ptr() != p.data_ptr() or view.dtype is not p.dtype))
+                and len(p._backward_hooks or ()) == before
+                and len(p._post_accumulate_grad_hooks or ()) == after
+                for p, view, (before, after) in zip(self.params, self.views, self._hooks)
+            ]  # fmt: skip
+        for parameters, name, position in self._uses:
+            if usable[position] and parameters.get(name) is self.params[position]:
+                parameters[name] = self._outputs[position]
+
+    def _make_node(self) -> None:
+        """Make the node, on the current stream: its backward will run there."""
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self.device)
+        start = torch.zeros((), dtype=torch.float32, device=self.device, requires_grad=True)
+        with torch.enable_grad():
+            self._outputs = _Node.apply(start, weakref.ref(self))
+        self._outputs[0].grad_fn._set_sequence_nr(_FIRST)  # type: ignore[union-attr]
+        for p, output in zip(self.params, self._outputs):
+            output.__class__ = nn.Parameter  # for code that looks
+            # It keeps the parameter, and so the engine, while no module does.
+            vars(output).update(vars(p), fastpar_parameter=p)
 
     def weight(self, position: int) -> Tensor:
         """What a forward uses now: an output of its node, or the parameter."""
-        if self._lent and self.live and self.weights is not None:
-            return self.weights.weight(position)
-        return self.params[position]
+        lent = self._lent and self.live and self._usable[position]
+        return (self._outputs if lent else self.params)[position]
 
     def take_back(self) -> None:
         """End lend()."""
-        if self._lent and self.weights is not None:
-            self._lent = False
-            for position, moved in self.weights.take_back().items():
-                self.show()
-                self.params[position].data = moved  # which the engine's checks refuse
+        if not self._lent:
+            return
+        self._lent, moved = False, {}
+        for parameters, name, position in self._uses if self._outputs else ():
+            output = self._outputs[position]
+            if parameters.get(name) is output:
+                parameters[name] = self.params[position]
+                if output.data_ptr() != self.views[position].data_ptr():
+                    moved[position] = output.data
+        if moved:
+            self._outputs = ()
+        for position, memory in moved.items():
+            self.show()
+            self.params[position].data = memory  # which the engine's checks refuse
 
     def make_stale(self) -> None:
         """Mark parameters as out of date, at stage 3 free them; see "Stale parameters" above."""
@@ -607,7 +585,8 @@ class BucketState:
 
     def _hide(self) -> None:
         self.shown = False
-        nan = self._nan(self.spec.dtype)
+        # A new one: a parameter with one element could be written in place.
+        nan = torch.full((), float("nan"), dtype=self.spec.dtype, device=self.device)
         self._placeholders = [nan.expand(shape) for shape in self._shapes]
         for p, placeholder in zip(self.params, self._placeholders):
             p.data = placeholder
@@ -616,8 +595,7 @@ class BucketState:
 
     def new_memory(self) -> list[tuple[int, Tensor]]:
         """(position, copy of the values) of live parameters whose p.data was replaced."""
-        moved = [i for i in range(len(self.params)) if not self.is_in_place(i)]
-        return [(i, self.params[i].data.clone()) for i in moved]
+        return [(i, self.params[i].data.clone()) for i in self._moved()]
 
     def take_memory(self, position: int, new: Tensor) -> str | None:
         """Copy such values into the old memory; returns an error message if they do not fit."""
@@ -642,35 +620,29 @@ class BucketState:
             self.stepped.copy_(self.shard)
         self.kept = False
 
-    def _nan(self, dtype: torch.dtype) -> Tensor:
-        """A new nan: a parameter with one element could be written in place."""
-        return torch.full((), float("nan"), dtype=dtype, device=self.device)
-
-    def is_in_place(self, position: int) -> bool:
-        """Whether the parameter still uses the bucket's memory, with the same layout."""
-        view = self.views[position] if self.shown else self._placeholders[position]
-        p = self.params[position]
-        same = p.data_ptr() == view.data_ptr() and p.dtype == view.dtype
-        return same and p.shape == view.shape and p.stride() == view.stride()
+    def _moved(self) -> list[int]:
+        """Positions of parameters that do not use the bucket's memory, with the same layout. Absent
+        ones refuse other memory."""
+        places = zip(self.params, self.views if self.shown else self._placeholders)
+        return [
+            i
+            for i, (p, view) in enumerate(places)
+            if type(p) is not AbsentParameter and not (
+                p.data_ptr() == view.data_ptr() and p.dtype is view.dtype
+                and p.shape == view.shape and p.stride() == view.stride()
+            )
+        ]  # fmt: skip
 
     def check(self) -> None:
         """Raise RuntimeError if a parameter was given other memory."""
-        if not self.shown:
-            found = [type(p) is AbsentParameter for p in self.params]  # refuse other memory
-        else:
-            found = [
-                p.data_ptr() == view.data_ptr() and p.dtype is view.dtype
-                and p.shape == view.shape and p.stride() == view.stride()
-                for p, view in zip(self.params, self.views)
-            ]  # fmt: skip
-        for position, p in () if all(found) else enumerate(self.params):
-            if not self.is_in_place(position):
-                raise RuntimeError(
-                    f"Engine: parameter '{self.name(position)}' left its flat buffer (now dtype="
-                    f"{p.dtype}, shape={list(p.shape)}, device={p.device}); call module.to() "
-                    "before fastpar.parallelize, and write values inside "
-                    "`with fastpar.engine_of(model).gathered():`"
-                )
+        for position in self._moved():
+            p = self.params[position]
+            raise RuntimeError(
+                f"Engine: parameter '{self.name(position)}' left its flat buffer (now dtype="
+                f"{p.dtype}, shape={list(p.shape)}, device={p.device}); call module.to() "
+                "before fastpar.parallelize, and write values inside "
+                "`with fastpar.engine_of(model).gathered():`"
+            )
 
     def check_grad(self, position: int, grad: Tensor) -> None:
         """Refuse sparse gradients, and gradients with a graph."""
@@ -692,29 +664,25 @@ class BucketState:
         """Change the phase; raises RuntimeError if it may not follow the present one."""
         self.phase = checked(f"bucket {self.spec.index}", self.phase, phase, BUCKET_PHASES)
 
-    def be_idle(self) -> None:
-        """End the backward or the reduction."""
-        if self.phase is not BucketPhase.IDLE:
-            self.enter(BucketPhase.IDLE)
-
     @property
     def grad_bytes(self) -> int:
         """Bytes of the whole gradients."""
         return self.spec.numel * self.grad_dtype.itemsize
 
-    def piece(self, position: int) -> tuple[Tensor, Tensor | None, int]:
-        """(values, reduced gradient, first element) of this rank's piece of a parameter."""
-        return self.all_pieces()[position]
-
-    def all_pieces(self) -> list[tuple[Tensor, Tensor | None, int]]:
-        """piece() of all."""
+    def all_pieces(self) -> list[Piece]:
+        """This rank's piece of each parameter."""
+        if not self.stage.shards:
+            values: Iterable[Tensor] = self.params
+            if self.stepped is not self.shard:
+                values = (self.slot_of(self.stepped, i) for i in range(len(self.params)))
+            return [Piece(x, self.grad_of(i), 0) for i, x in enumerate(values)]
         if self._piece_views is None or self._piece_views[0] is not self.reduced:
             views = []
             for slot, (start, stop) in zip(self.slots, self.pieces):
                 at = slot.start + start - self.own.start
                 place = slice(at, at + stop - start)
                 grad = None if self.reduced is None else self.reduced[place]
-                views.append((self.stepped[place], grad, start))
+                views.append(Piece(self.stepped[place], grad, start))
             self._piece_views = self.reduced, views  # of a stage >= 2, the same in every step
         return self._piece_views[1]
 
@@ -722,24 +690,11 @@ class BucketState:
         """Take reduced gradients on the host; frees those on the device."""
         self.reduced, self.grad_shard, self._piece_views = grads, None, None
 
-    @functools.cached_property
-    def grad_views(self) -> list[Tensor]:
-        """Each parameter's slice of `grad`, if `grad` is kept."""
-        return [self.slot_of(self.grad, i) for i in range(len(self.slots))]
-
-    def grad_view(self, position: int) -> Tensor:
-        """A parameter's slice of `grad`."""
-        if not self.stage.frees_gradients:
-            return self.grad_views[position]
-        return self.slot_of(self.grad, position)
-
-    def _all_grad_views(self) -> Sequence[Tensor]:
-        """grad_view() of all."""
-        if not self.stage.frees_gradients:
-            return self.grad_views
-        assert self.grad is not None
-        parts = self.grad.split_with_sizes(self._sizes)
-        return [part.view(shape) for part, shape in zip(parts[::2], self._shapes)]
+    def _set_grad(self, grad: Tensor | None) -> None:
+        self.grad, self.grad_views = grad, []
+        if grad is not None:
+            parts = grad.split_with_sizes(self._sizes)
+            self.grad_views = [part.view(shape) for part, shape in zip(parts[::2], self._shapes)]
 
     def take(self, position: int, given: Tensor | None = None) -> bool:
         """Copy a parameter's .grad, or a given gradient, into the bucket; returns taken()."""
@@ -764,7 +719,7 @@ class BucketState:
             self.check_grad(position, grad)
         if self.grad is None or not self.has:
             self.open_grad()
-        view = self.grad_view(position)
+        view = self.grad_views[position]
         if self.stage.shards or self.casts:
             p.grad = None
         else:
@@ -783,7 +738,7 @@ class BucketState:
         given = [i for i, grad in enumerate(grads) if grad is not None]
         if self._are_usual(given, grads):
             self.open_grad()
-            views, kept = self._all_grad_views(), not (self.stage.shards or self.casts)
+            views, kept = self.grad_views, not (self.stage.shards or self.casts)
             again = [i for i in given if i in self.has]
             first = [i for i in given if i not in self.has]
             if again:
@@ -819,7 +774,7 @@ class BucketState:
         add = position in self.has
         self.has.add(position)
         self.seen.add(position)
-        return self.grad_view(position), add
+        return self.grad_views[position], add
 
     def taken(self, position: int) -> bool:
         """Note a gradient; returns whether it was the last that the bucket waited for."""
@@ -840,7 +795,7 @@ class BucketState:
     def open_grad(self) -> None:
         """Allocate `grad` before it is written; moves the sum so far out of its own slice."""
         if self.grad is None:
-            self.grad = torch.empty(self.spec.numel, dtype=self.grad_dtype, device=self.device)
+            self._set_grad(self._empty(None, self.spec.numel, self.grad_dtype))
         elif self.stage.shards and self.reduced is not None and not self.has:
             in_place = self.reduced.data_ptr() == self.grad[self.own].data_ptr()
             self.reduced = self.reduced.clone() if in_place else self.reduced
@@ -855,7 +810,7 @@ class BucketState:
         for position in range(len(self.params)):
             if position not in self.has:
                 self.check_given(position)
-                self.grad_view(position).zero_()
+                self.grad_views[position].zero_()
                 missing.append(position)
         if flags:
             used = self.used()
@@ -882,7 +837,7 @@ class BucketState:
             self.unreduced = PairwiseSum()
         self.unreduced.push(self._micro_batch(clone=not self.stage.frees_gradients))
         if self.stage.frees_gradients:
-            self.grad = None
+            self._set_grad(None)
         self._forget_local()
 
     def add_local(self) -> None:
@@ -954,7 +909,7 @@ class BucketState:
         if self.stage.frees_gradients:
             if self.poison and self.grad is not None and self.spec.n_shards > 1:
                 self.grad.fill_(float("nan"))
-            self.grad = None
+            self._set_grad(None)
 
     @property
     def written_by_hand(self) -> bool:
@@ -1036,26 +991,17 @@ class BucketState:
             self._piece_views = None  # they would keep it alive
         self.reduced = None
         if self.stage.frees_gradients:
-            self.grad = None
+            self._set_grad(None)
 
-    def begin_backward(self, *, stopped: bool, skipped: bool = False) -> None:
-        """Begin a backward.
-
-        Args:
-            skipped: the forward did not use these parameters.
-            stopped: the last backward stopped. If gradients are sharded and it was the first since
-                zero_grad(), its gradients are dropped: zero_grad() of the module misses them.
-        """
+    def begin_backward(self, *, skipped: bool = False) -> None:
+        """Begin a backward; skipped: the forward did not use these parameters."""
         self.enter(BucketPhase.COLLECTING)
         self._awaited = set(range(len(self.params)))
         if self.node_is_due:
             self._awaited.add(_NODE)
         if skipped:
             self.enter(BucketPhase.READY)
-        if stopped and self._began_empty and self.stage.shards:
-            self.zero_grad(True)
         self.marks.lift()
-        self._began_empty = not self.seen
         self._zeroed.clear()
 
     def mark(self, *, hidden: bool = True) -> None:

@@ -30,9 +30,8 @@ from fastpar.axes import every
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import StepReport
-from fastpar.engine import absent
-from fastpar.engine.absent import Hook, Link
-from fastpar.engine.bucket import ON_DEVICE, BucketState, BucketWeights, checked
+from fastpar.engine.absent import Hook, Link, engine_of_parameter
+from fastpar.engine.bucket import ON_DEVICE, BucketState, checked
 from fastpar.engine.control import Control
 from fastpar.engine.debug import Debug, InputCheck, check_replicas
 from fastpar.engine.gathers import ROOT, Gathers, RootHook
@@ -113,22 +112,16 @@ class Engine:
             hides = self.settings.grad_dtype not in (None, p.dtype)
             if self.shares or self.settings.deterministic or hides:  # p.grad must be None before
                 p.register_hook(Hook(me, Engine.before_unit_backward))
-        self._make_nodes()
+
+        def collect(bucket: BucketState, grads: tuple[Tensor | None, ...]) -> None:
+            if (engine := me()) is not None:
+                engine.on_node(bucket, grads)
+
+        shards.connect(collect)
         model = shards.model()
         if self.gathers is None and model is not None:
             model.register_forward_pre_hook(RootHook(me, Engine._lend_all), prepend=True)
             model.register_forward_hook(RootHook(me, Engine._take_back_all), always_call=True)
-
-    def _make_nodes(self) -> None:
-        """Give each bucket its node; see bucket.py, [Note: nodes]."""
-        uses: dict[BucketState, list[tuple[dict[str, Any], str, int]]] = {}
-        for module, name, p in self.shards.owners():
-            bucket, position = self.shards.places[p]
-            uses.setdefault(bucket, []).append((module._parameters, name, position))
-        for bucket, places in uses.items():
-            collect = functools.partial(_collect, weakref.ref(self), weakref.ref(bucket))
-            bucket.weights = BucketWeights(bucket.params, bucket.views, places, collect)
-            bucket.hides = self.stage.shards
 
     @property
     def lends(self) -> bool:
@@ -160,22 +153,19 @@ class Engine:
         if torch._C._current_graph_task_id() != self.graph_task:
             self.before_unit_backward(fired=p)
         if bucket.take(position):
-            if self.gathers is not None:
-                self.gathers.release_bucket(bucket)
-            self.reducer.launch_ready()
+            self._send(bucket)
 
     def on_node(self, bucket: BucketState, grads: tuple[Tensor | None, ...]) -> None:
         """Backward of a bucket's node: all gradients of its uses in forwards."""
-        if self.paused:
-            for p, grad in zip(bucket.params, grads):
-                if grad is not None:
-                    p.grad = grad.clone() if p.grad is None else p.grad.add_(grad)
-            return
         self.before_unit_backward()
         if bucket.take_all(grads):
-            if self.gathers is not None:
-                self.gathers.release_bucket(bucket)
-            self.reducer.launch_ready()
+            self._send(bucket)
+
+    def _send(self, bucket: BucketState) -> None:
+        """All gradients of a bucket are there."""
+        if self.gathers is not None:
+            self.gathers.release_bucket(bucket)
+        self.reducer.launch_ready()
 
     def before_unit_backward(self, grad: Any = None, fired: Any = None) -> None:
         """Called before a unit's backward and for gradients: begins a backward if none runs."""
@@ -198,6 +188,10 @@ class Engine:
         stopped = self.graph_task != -1  # an earlier backward, before it sent anything
         self._forget_cleared(fired)
         self.reducer.reset()
+        # The gradients of the stopped one, without marks, were missed by a module's zero_grad().
+        left = stopped and self.stage.shards and self.phase is StepPhase.EMPTY
+        for bucket in self.buckets if left else ():
+            bucket.zero_grad(True)
         self.graph_task = task
         self._before_backward = self.phase
         self._enter(StepPhase.BACKWARD)
@@ -214,7 +208,7 @@ class Engine:
             self._active = [b for b in self.buckets if b.spec.part == part]
         for bucket in self._active:
             others = part not in (None, bucket.spec.part)
-            bucket.begin_backward(stopped=stopped, skipped=bucket.spec.unit in skipped or others)
+            bucket.begin_backward(skipped=bucket.spec.unit in skipped or others)
             if self.settings.deterministic and not others:
                 bucket.set_aside(anew=bucket in written)
         self.reducer.begin_backward(self._active, last=last, final=self.micro_batches.final)
@@ -566,14 +560,6 @@ class Engine:
         check_replicas(self.shards, self.control_group, optimizer, step=step)
 
 
-def _collect(
-    engine_ref: weakref.ref[Engine], bucket_ref: weakref.ref[BucketState], grads: Any
-) -> None:
-    engine, bucket = engine_ref(), bucket_ref()
-    if engine is not None and bucket is not None:
-        engine.on_node(bucket, grads)
-
-
 def engine_of(model: nn.Module) -> Engine:
     """The engine of a model that went through parallelize().
 
@@ -588,11 +574,6 @@ def engine_of(model: nn.Module) -> Engine:
         f"engine_of: {type(model).__name__} has no engine; pass the module that "
         "fastpar.parallelize returned (copies and unpickled models have none)"
     )
-
-
-def engine_of_parameter(parameter: Tensor) -> Engine | None:
-    """The engine of one parameter, None if it has none."""
-    return absent.engine_of(parameter)
 
 
 # Reports

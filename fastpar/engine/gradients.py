@@ -158,7 +158,8 @@ class Reducer:
         self._between_copies: list[tuple[BucketState, Handle, Tensor]] = []
         self._unused: list[tuple[BucketState, int]] = []  # without a gradient of this rank
         for bucket in self._buckets:
-            bucket.be_idle()
+            if bucket.phase is not BucketPhase.IDLE:
+                bucket.enter(BucketPhase.IDLE)
 
     def check_rests(self, rank: int) -> None:
         """Raise RuntimeError if a backward stopped after it began to send."""
