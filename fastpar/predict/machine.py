@@ -161,6 +161,7 @@ LINKS = tuple(Link(*(f(x) for f, x in zip(_OF_LINK, row))) for row in _read("lin
 HOSTS = {
     "blackwell": (716.8e9 / 8, "pcie5"),
     "hopper": (614.4e9 / 8, "pcie5"),
+    "cdna3": (614.4e9 / 8, "pcie5"),
     "ada": (614.4e9 / 8, "pcie4"),
     "ampere": (409.6e9 / 8, "pcie4"),
     "volta": (153.6e9 / 8, "pcie3"),
@@ -225,7 +226,8 @@ def _unknown(
 
 def larger_device(n_bytes: float) -> str | None:
     """The GPU with the least memory of at least n_bytes; None: there is none."""
-    fit = [d for d in DEVICES if d.kind == "cuda" and d.memory_bytes >= n_bytes]
+    fit = [d for d in DEVICES if d.kind == "cuda" and d.per_node > 1]
+    fit = [d for d in fit if d.memory_bytes >= n_bytes]
     return min(fit, key=lambda d: (d.memory_bytes, d.price_per_hour)).name if fit else None
 
 
@@ -459,6 +461,7 @@ GENERATIONS = {
     "ada": Generation(0.75, (0.60, 0.50), 0.85, 128),
     "hopper": Generation(0.66, (0.60, 0.48), 0.87, 132),
     "blackwell": Generation(0.66, (0.55, 0.45), 0.87, 148),
+    "cdna3": Generation(0.50, (0.50, 0.40), 0.80, 304),
     # A core with fused kernels: no waves, little memory bandwidth compared with GPUs.
     "cpu": Generation(0.75, (0.45, 0.40), 0.70, 1),
 }

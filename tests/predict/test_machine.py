@@ -72,7 +72,9 @@ v100-16: Tesla V100-SXM2-16GB; v100: Tesla V100-SXM2-32GB; a100-40: NVIDIA A100-
 a100: NVIDIA A100-SXM4-80GB, a100-80; a100-40-pcie: NVIDIA A100-PCIE-40GB
 a100-pcie: NVIDIA A100 80GB PCIe; h100: NVIDIA H100 80GB HBM3, H100
 h100-pcie: NVIDIA H100 PCIe, h100 pcie; h100-nvl: NVIDIA H100 NVL
-h200: NVIDIA H200, NVIDIA GH200 480GB; b200: NVIDIA B200; l40s: NVIDIA L40S; l40: NVIDIA L40
+h200: NVIDIA H200, NVIDIA GH200 480GB; b200: NVIDIA B200; b300: NVIDIA B300
+rtx-5090: NVIDIA GeForce RTX 5090, 5090; gb10: NVIDIA GB10; mi300x: AMD Instinct MI300X
+rtx-pro-6000: NVIDIA RTX PRO 6000 Blackwell Workstation Edition; l40s: NVIDIA L40S; l40: NVIDIA L40
 l4: NVIDIA L4; rtx-4090: NVIDIA GeForce RTX 4090, 4090; rtx-3090: NVIDIA GeForce RTX 3090
 a10g: NVIDIA A10G; a10: NVIDIA A10; t4: Tesla T4; cpu: cpu"""
 
@@ -127,7 +129,7 @@ def network(n_devices=64, per_node=8, inter="ib-hdr"):
 
 
 REFUSED = [
-    (lambda: find_device("h101"), r"got name='h101'; did you mean h100\? choose one of b200, "),
+    (lambda: find_device("h101"), r"got name='h101'; did you mean h100\? choose one of b300, "),
     (lambda: find_device("rtx9090"), r"did you mean (rtx-\S+)\? choose one of .*\b\1\b"),
     (lambda: find_device(""), "find_device: expected a device of the table, got name=''; choose"),
     (lambda: find_link("nvlink9"), r"name='nvlink9'; did you mean nvlink\d\? choose one of "),
