@@ -282,7 +282,8 @@ def run_replay(engine: Engine, replay: Callable[[bool], Collection[nn.Parameter]
             )
         if not bucket.stage.shards:
             bucket.adopt(position)
-        bucket.taken(position)
+        bucket.note(position)
+        bucket.arrived(position)
     engine.end_backward()
 
 
