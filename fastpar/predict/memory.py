@@ -68,7 +68,7 @@ from fastpar.axes.wires import message_bytes
 from fastpar.comm.transports import shared_bytes, shared_ranges
 from fastpar.engine.engine import Engine
 from fastpar.engine.gradients import IN_FLIGHT as IN_REDUCTION
-from fastpar.engine.gradients import LEAST_BYTES, LEAST_WIDE_BYTES
+from fastpar.engine.gradients import LEAST_BYTES
 from fastpar.kernels.backend import has_bf16_gemm
 from fastpar.kernels.linear.fp8 import BLOCK
 from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows, workspace_bytes
@@ -352,10 +352,9 @@ class Arriving(NamedTuple):
     def of(cls, setup: Setup, buckets: GPTBuckets, places: bool) -> Arriving:
         item, each, stage = setup.weight_bytes, setup.grad_bytes, setup.stage
         several, by_shard = setup.grad_accum_steps > 1, setup.accumulate == "shard"
-        kind, wide = setup.device_type, item == 2 < each
-        # In later micro-batches they are added from memory of their own.
-        places &= (each == item and (by_shard or not several)) or (wide and kind == "cuda")
-        least = (LEAST_WIDE_BYTES if wide else LEAST_BYTES)[kind] if places else math.inf
+        kind = setup.device_type
+        places &= item == 2 < each and kind == "cuda"
+        least = LEAST_BYTES[kind] if places else math.inf
         collects = stage >= 2 and (by_shard or not several)
         share = buckets.share(setup.n_shards) / buckets.elements
         of_sum, before = each * share * (several and by_shard and stage > 0), 0.0
