@@ -6,7 +6,8 @@ torch version. `python setup.py -q describe_build` says what a build would compi
 
 Beside it stands a library for the torch that is installed, _torch<major>_<minor>, from csrc/torch/:
 the ops as torch's dispatcher and autograd have them. torch's C++ interface changes with each minor
-version, so kernels/__init__.py loads the one of its torch and no other.
+version, so kernels/__init__.py loads the one of its torch and no other. FASTPAR_TORCHES=<folders of
+torch, with : between> builds one for each of them instead, as .ci/wheels does.
 
 FASTPAR_CPP=0 installs without the module, so without a compiler: torch computes everything.
 FASTPAR_CUDA=0 builds without nvcc, =1 with it whatever torch was built with. =emulated builds what
@@ -14,6 +15,7 @@ the tests of the CUDA kernels run on a CPU: the same sources, compiled as C++ (c
 FASTPAR_CUDA_ARCHS="90a" builds for one GPU alone: half of the time.
 """
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -70,18 +72,27 @@ def check_compiler() -> None:
         )
 
 
-def torch_folder() -> Path | None:
-    """The folder of the torch that is installed; it is not imported: that takes seconds."""
+def torch_folders() -> list[Path]:
+    """The folders of FASTPAR_TORCHES, or of the torch that is installed; it is not imported: that
+    takes seconds. pip's isolated builds hide it, but run the Python of its environment."""
+    asked = os.environ.get("FASTPAR_TORCHES")
+    if asked:
+        folders = [Path(each) for each in asked.split(os.pathsep)]
+        for folder in folders:
+            if not (folder / "version.py").exists():
+                sys.exit(
+                    f"setup.py: expected folders of torch in FASTPAR_TORCHES, got {folder}, which "
+                    "has no version.py; name site-packages/torch of an environment"
+                )
+        return folders
     found = importlib.util.find_spec("torch")
-    folder = Path(found.origin).parent if found and found.origin else None
-    return folder if folder and (folder / "version.py").exists() else None
+    origins = [Path(found.origin).parent] if found and found.origin else []
+    hidden = [Path(sysconfig.get_path(name)) / "torch" for name in ("platlib", "purelib")]
+    return [each for each in (*origins, *hidden) if (each / "version.py").exists()][:1]
 
 
-def torch_cuda() -> tuple[str, bool] | None:
-    """(version of the torch that is installed, whether it has CUDA); None without a torch."""
-    folder = torch_folder()
-    if folder is None:
-        return None
+def torch_version(folder: Path) -> tuple[str, bool]:
+    """(version, whether it has CUDA)."""
     names = runpy.run_path(str(folder / "version.py"))
     return names["__version__"], names.get("cuda") is not None
 
@@ -91,7 +102,7 @@ def choose_cuda() -> tuple[str | None, str]:
     asked = os.environ.get("FASTPAR_CUDA", "")
     if asked not in ("", "0", "1", "emulated"):
         sys.exit(f"setup.py: expected 0, 1 or emulated, got FASTPAR_CUDA={asked}; correct it")
-    nvcc, torch = find_nvcc(), torch_cuda()
+    nvcc, torches = find_nvcc(), [torch_version(folder) for folder in torch_folders()]
     if asked in ("0", "emulated"):
         return None, f"FASTPAR_CUDA={asked} when it was built"
     if nvcc is None and asked == "1":
@@ -101,8 +112,8 @@ def choose_cuda() -> tuple[str | None, str]:
         )
     if nvcc is None:
         return None, "no nvcc when it was built"
-    if torch is not None and not torch[1] and asked != "1":
-        return None, f"torch {torch[0]} when it was built, which has no CUDA"
+    if torches and not any(cuda for _, cuda in torches) and asked != "1":
+        return None, f"torch {torches[0][0]} when it was built, which has no CUDA"
     return nvcc, ""
 
 
@@ -122,6 +133,14 @@ def describe() -> str:
         else f"C++ only ({why.replace(' when it was built', '')})"
     )
     return f"compiling {what}: about {spent} on {jobs} core{'s' * (jobs != 1)}"
+
+
+def say(line: str) -> None:
+    """Prints a line, also on the terminal where pip keeps what a build prints to itself."""
+    print(line, flush=True)
+    if not sys.stdout.isatty():
+        with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+            print(f"\n{line}", file=terminal)
 
 
 def find_nvcc(root: Path = Path("/")) -> str | None:
@@ -162,7 +181,7 @@ def torch_library(torch: Path, out: Path, module: Path, work: Path, flags: str) 
     """ninja's lines for the library beside the module, whose kernels it calls."""
     # One unit: most of its time goes into torch's headers.
     parts = sorted((ROOT.resolve() / "csrc" / "torch").glob("*.cpp"))
-    unit = work / "torch_ops.cpp"
+    unit, name = work / "torch_ops.cpp", out.name.split(".")[0]
     text = "".join(f'#include "{part}"\n' for part in parts)
     if not unit.exists() or unit.read_text() != text:
         unit.write_text(text)
@@ -173,11 +192,11 @@ def torch_library(torch: Path, out: Path, module: Path, work: Path, flags: str) 
     here = "@loader_path" if sys.platform == "darwin" else "\\$$ORIGIN"
     libraries = f"-L{quote(torch / 'lib')} -ltorch -ltorch_cpu -lc10"
     return [
-        f"rule torch_cxx\n  command = $cxx -MMD -MF $out.d {flags} {include} -c $in -o $out\n"
+        f"rule {name}_cxx\n  command = $cxx -MMD -MF $out.d {flags} {include} -c $in -o $out\n"
         "  depfile = $out.d\n  deps = gcc",
-        f"rule torch_link\n  command = $cxx -shared $in {libraries} -Wl,-rpath,{here} -o $out",
-        "build torch_ops.o: torch_cxx torch_ops.cpp",
-        f"build {escape(out)}: torch_link torch_ops.o {escape(module)}",
+        f"rule {name}_link\n  command = $cxx -shared $in {libraries} -Wl,-rpath,{here} -o $out",
+        f"build {name}.o: {name}_cxx torch_ops.cpp",
+        f"build {escape(out)}: {name}_link {name}.o {escape(module)}",
     ]
 
 
@@ -190,7 +209,7 @@ class NinjaBuild(build_ext):
         import ninja
         import pybind11
 
-        print(f"fastpar: {describe()}", flush=True)
+        say(f"fastpar: {describe()}")
         emulated = os.environ.get("FASTPAR_CUDA") == "emulated"
         nvcc, why = choose_cuda()
         with_cuda = bool(nvcc or emulated)
@@ -232,9 +251,9 @@ class NinjaBuild(build_ext):
             "-O1 -DFASTPAR_EMULATED -Wno-unknown-pragmas "
             f"-I{quote(ROOT.resolve() / 'tests' / 'support')} -x c++"
         )
-        for library in self.extensions[1:]:
+        for library, torch in zip(self.extensions[1:], torch_folders()):
             path = (ROOT / self.get_ext_fullpath(library.name)).resolve()
-            lines += torch_library(torch_folder(), path, out, work, flags)
+            lines += torch_library(torch, path, out, work, flags)
         objects = []
         for source in ext.sources:
             stem, is_cuda = Path(source).stem, source.endswith(".cu")
@@ -306,8 +325,8 @@ headers = sorted(
     for p in (*(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc").glob("torch/*"))
 )
 modules = [Extension("fastpar.kernels._C", sources=sources, depends=headers)]
-if torch_folder() is not None and os.environ.get("FASTPAR_CUDA") != "emulated":
-    minor = "_".join(torch_cuda()[0].split(".")[:2])
+for folder in torch_folders() if os.environ.get("FASTPAR_CUDA") != "emulated" else ():
+    minor = "_".join(torch_version(folder)[0].split(".")[:2])
     modules.append(Extension(f"fastpar.kernels._torch{minor}", sources=[], depends=headers))
 setup(
     license="Apache-2.0",

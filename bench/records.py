@@ -273,6 +273,11 @@ def read_rows(path: Path, remedy: str) -> dict[str, Any]:
     return stored
 
 
+def is_known(about: dict[str, Any]) -> bool:
+    """Whether a machine has said what decides its times: its GPU, or its CPU's instruction set."""
+    return bool(about.get("gpu") or about.get("isa"))
+
+
 def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Row]]:
     """The machine and the rows of a result file."""
     stored = read_rows(Path(path), "delete it and run `python -m bench` again")

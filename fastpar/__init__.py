@@ -63,7 +63,7 @@ def _check_compiled() -> None:
         raise ImportError(
             "fastpar: expected the compiled module fastpar.kernels._C, got "
             f"{'no such module' if folders else 'a checkout that is not installed'}; "
-            "run `pip install -e . --no-build-isolation` in the checkout (or `make train`), with "
+            "run `pip install -e .` in the checkout (or `make train`), with "
             "FASTPAR_CPP=0 in front where there is no C++ compiler"
         )
 

@@ -49,7 +49,6 @@ COMMANDS = {
     "compare": "train one GPT-2 with several parallel strategies and measure which is best",
     "sample": "generate text with a trained model",
     "verify": "check every byte of a run's checkpoints for damage",
-    "inspect": "list a checkpoint's tensors: shapes, norms, extremes, nonfinite values",
     "export": "write a run's weights and tokenizer to a folder that transformers loads",
     "doctor": "check each kernel on this machine: is it correct and faster than PyTorch?",
     "info": "show which implementations this machine uses, and why",
@@ -552,19 +551,13 @@ def _verify(arguments: list[str]) -> int:
     status = "Exit status: 0 no damage; 1 damage, which is listed; 2 no such folder."
     parser = argparse.ArgumentParser("fastpar verify", description=about, epilog=status)
     parser.add_argument("folder", help="folder of a run, a checkpoint or transformers weights")
-    return 0 if verify(parser.parse_args(arguments).folder, _say) else 1
-
-
-def _inspect(arguments: list[str]) -> int:
-    from fastpar.checkpoint.commands import inspect
-
-    about = "List the tensors (weights and moments) of a checkpoint, or of a run's newest one."
-    parser = argparse.ArgumentParser("fastpar inspect", description=about)
-    parser.add_argument("folder", help="folder of a run, a checkpoint or transformers weights")
-    parser.add_argument("--filter", metavar="PATTERN", help="only names that contain or match it")
+    parser.add_argument(
+        "--tensors", metavar="PATTERN", nargs="?", const="",
+        help="also list the newest checkpoint's tensors: shape, norm, extremes, nonfinite values; "
+        "PATTERN: only names that contain or match it",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
-    inspect(options.folder, options.filter, _say)
-    return 0
+    return 0 if verify(options.folder, _say, options.tensors) else 1
 
 
 def _export(arguments: list[str]) -> int:

@@ -33,7 +33,7 @@ else:
     except ImportError as error:
         raise ImportError(
             f"fastpar.kernels: expected the compiled module _C, got {error}; "
-            "run `pip install -e . --no-build-isolation` in the checkout (or `make train`)"
+            "run `pip install -e .` in the checkout (or `make train`)"
         ) from error
     nodes: Any = None  # the file of the ops and their autograd nodes, csrc/torch
     if str(getattr(_C, "__file__", "")).endswith(".py"):
@@ -45,10 +45,11 @@ else:
             torch.ops.load_library(nodes)
         else:
             _C = None
+            _found = sorted(path.name[6:].split(".")[0] for path in nodes.parent.glob("_torch*.so"))
             warnings.warn(
-                f"fastpar.kernels: expected a build for torch {torch.__version__}, got no "
-                f"{nodes.name}, so torch computes everything; run `pip install -e . "
-                "--no-build-isolation` in the checkout (or `make train`)",
+                f"fastpar.kernels: expected a library for torch {torch.__version__}, got those for "
+                f"{', '.join(_found).replace('_', '.') or 'none'}, so torch computes everything; "
+                "install another torch or fastpar, or run `pip install -e .` in a checkout",
                 stacklevel=2,
             )
 

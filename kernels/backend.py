@@ -131,10 +131,16 @@ sys.modules[__name__].__class__ = _Module
 sys.modules[__name__].choice = choice  # type: ignore[attr-defined]
 if _C is not None:
     _C.set_isa(os.environ.get("FASTPAR_ISA", "auto"))
+_isa = "" if _C is None else _C.isa()
+gemm: str = os.environ.get("FASTPAR_GEMM", "auto")  # for tests: "own" where the CPU can, or "torch"
+if gemm not in ("auto", "own", "torch"):
+    raise ValueError(f"fastpar: expected FASTPAR_GEMM=auto, own or torch, got {gemm}; correct it")
 # torch's fp32 products on CPU are MKL's, which uses AVX-512 on Intel machines only.
-has_gemm: bool = _C is not None and _C.isa() == "avx512" and not _C.cpu_is_intel()
+has_gemm: bool = gemm != "torch" and (
+    (_isa == "avx512" and not _C.cpu_is_intel()) or (gemm == "own" and _isa in ("avx512", "amx"))
+)
 # bf16's are oneDNN's; linear/__init__.py, [Note: bf16 on AMX], says where ours are faster.
-has_bf16_gemm: bool = _C is not None and _C.isa() == "amx"
+has_bf16_gemm: bool = gemm != "torch" and _isa == "amx"
 if _C is not None:
     torch.ops.fastpar._set_gemm(has_gemm, has_bf16_gemm)
 has_fma: bool = _C is not None and _C.has_fma()
@@ -222,8 +228,8 @@ def use_cuda(op: str, x: Tensor) -> bool:
 
 
 _WITH_CUDA = (
-    "put nvcc on the PATH (or set CUDA_HOME) and repeat `FASTPAR_CUDA=1 pip install "
-    "--no-build-isolation -e .`, or set FASTPAR_BACKEND=torch"
+    "put nvcc on the PATH (or set CUDA_HOME) and repeat `FASTPAR_CUDA=1 pip install -e .`, or set "
+    "FASTPAR_BACKEND=torch"
 )
 
 
@@ -352,6 +358,7 @@ def describe() -> str:
         f"machine   {platform.machine()}, Python {platform.python_version()}",
         f"torch     {torch.__version__} (CUDA {torch.version.cuda or 'none'}), "
         f"{torch.get_num_threads()} CPU threads",
+        f"OpenMP    OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY', 'unset: threads spin')}",
         f"GPU       {torch.cuda.get_device_name() if gpu else 'none'}",
         f"triton    {triton}",
     ]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastpar.kernels import philox
 from fastpar.kernels.backend import FLOATS, triton_module, use_cpp, use_triton
-from fastpar.kernels.linear.weight_gradients import WIDE, offers_place, wide_room
+from fastpar.kernels.linear.weight_gradients import offers_place, wide_room
 from fastpar.kernels.op import (
     check_dense,
     define_autograd,
@@ -297,7 +297,7 @@ def embedding(
     Oracle: fastpar.kernels.reference.embedding_ref
     Source: Radford et al. 2019, Language Models are Unsupervised Multitask Learners
     """
-    usual = wte_grad is None and not offers_place(wte, WIDE)
+    usual = wte_grad is None and not offers_place(wte)
     usual = usual and (use_cpp("embedding", wte) or use_triton("embedding", wte))
     if usual and not dropout_p:
         return _embedding(idx, wte, wpe, first_position)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read by torch: workers share the cores
+
 import numpy as np
 import pytest
 import torch

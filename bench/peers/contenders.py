@@ -42,7 +42,6 @@ class Variant:
 
 
 INT8 = {"wire_gradients": "int8", "wire_weights": "int8"}
-FED_BACK = {"error_feedback": True}
 ZERO_PP = ("zero_quantized_weights", "zero_quantized_gradients")
 VARIANTS: dict[str, Variant] = {
     "no communication": Variant(SINGLE),
@@ -69,16 +68,8 @@ VARIANTS: dict[str, Variant] = {
     ),
     "fastpar ZeRO-2, int8 both": Variant("fastpar ZeRO-2", INT8),
     "fastpar ZeRO-3, int8 both": Variant("fastpar ZeRO-3", INT8),
-    "fastpar ZeRO-1, int4 fed back, int8 weights": Variant(
-        "fastpar ZeRO-1", {**INT8, "wire_gradients": "int4", **FED_BACK}
-    ),
-    "fastpar ZeRO-0, int8 fed back": Variant(
-        "fastpar ZeRO-0", {"wire_gradients": "int8", **FED_BACK}
-    ),
+    "fastpar ZeRO-0, int8": Variant("fastpar ZeRO-0", {"wire_gradients": "int8"}),
     "fastpar ZeRO-3, fp8 products": Variant("fastpar ZeRO-3", fp8="all"),
-    "fastpar ZeRO-3, fp8 products, their codes": Variant(
-        "fastpar ZeRO-3", {"wire_weights": "fp8"}, fp8="all"
-    ),
     "fastpar, DiLoCo every 10": Variant("", outer={"every": 10}),
     "fastpar, DiLoCo every 50": Variant("", outer={"every": 50}),
     "fastpar, DiLoCo every 50, int8": Variant("", outer={"every": 50, "wire": "int8"}),

@@ -2,14 +2,15 @@
 
     python -m bench report --picture      bench/results/steps.png
 
-A bar is the least median of all committed machines, a thin line ends at the largest.
+A bar is the least median of all committed machines, a thin line ends at the largest. CPUs whose
+instruction set was not recorded are left out.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.records import RESULTS, Row, load
+from bench.records import RESULTS, Row, is_known, load
 from fastpar.files.packages import import_package
 
 OURS, OTHERS = "#D55E00", "#56B4E9"  # of Okabe and Ito
@@ -52,7 +53,8 @@ def values(panel: Panel, rows: Sequence[Row]) -> dict[str, list[float]]:
 
 def draw(folder: Path = RESULTS) -> Path:
     """Writes steps.png; all of its numbers are rows of the result files."""
-    rows = [row for path in sorted(folder.glob("*.json")) for row in load(path)[1]]
+    machines = map(load, sorted(folder.glob("*.json")))
+    rows = [row for about, own in machines if is_known(about) for row in own]
     figure = import_package("matplotlib.figure", "bench report").Figure(
         figsize=(11.0, 2.3), dpi=110, layout="constrained"
     )

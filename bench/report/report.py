@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers import published
-from bench.records import RESULTS, Row, machine_line, parser_of
+from bench.records import RESULTS, Row, is_known, machine_line, parser_of
 from bench.report import learning, picture, tables
 from bench.report.tables import OPS, TABLES, NoResultsError, machines_of
 
@@ -74,7 +74,7 @@ def _headline(folder: Path) -> str:
                 maker = about["cpu"].partition(" ")[0].removesuffix("(R)")
                 cpu = ", ".join(filter(None, (maker, about.get("isa"), f"{about['cores']} cores")))
                 name = about["gpu"] if device == "cuda" else cpu
-                if tables.headline([(name, rows)]).count("\n") > 1:
+                if is_known(about) and tables.headline([(name, rows)]).count("\n") > 1:
                     found.setdefault(name, (about, rows))
         if found:
             machines = [(name, rows) for name, (_, rows) in found.items()]

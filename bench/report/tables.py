@@ -15,7 +15,7 @@ from bench.records import Row, homes, load, machine_line, slug
 
 OPS = {"shm"} | {name for name, module in homes().items() if module.startswith("bench.ops.")}
 ASIDE = "fastpar without dropout"  # the baseline of rows with dropout: no result by itself
-PLAN_LIMITS = {"peak memory": 0.05, "step time": 0.15}  # of a layout's error
+PLAN_LIMIT = 0.05  # of the error of a layout's memory
 Cell = Callable[[Row, Sequence[Row]], str]  # the text for a row, given all rows of its table
 
 
@@ -252,28 +252,24 @@ def spec(
 
 
 def plan_table(rows: Sequence[Row]) -> Table:
-    """Errors of memory and step time, of all layouts and of those of each number of ranks."""
-    own = [row for row in only("plan")(rows) if row.median_ms is not None]
+    """Errors of predicted memory, of all layouts and of those of each number of ranks."""
+    own = [row for row in only("plan")(rows) if row.peak_bytes is not None]
     ranks = sorted({row.notes["ranks"] for row in own})
     lines = []
-    for kind, limit in PLAN_LIMITS.items():
-        for n in (None, *ranks) if len(ranks) > 1 else (None,) * bool(own):
-            some = [row for row in own if n in (None, row.notes["ranks"])]
-            name, measured = ("bytes", "peak_bytes") if "mem" in kind else ("ms", "median_ms")
-            errors = [r.notes[f"predicted_{name}"] / getattr(r, measured) - 1 for r in some]
-            sizes = sorted(map(abs, errors))
-            ninth = sizes[-(-9 * len(sizes) // 10) - 1]  # nine tenths are at most this
-            which = "all layouts" if n is None else f"{n} rank{'s' * (n > 1)}"
-            within = sum(size <= limit for size in sizes)
-            spread = [f"{value:.1%}" for value in (statistics.median(sizes), ninth, sizes[-1])]
-            bias = f"{statistics.median(errors):+.1%}"
-            target = f"{within} of {len(sizes)} within {limit:.0%}"
-            cells = [f"{kind}, {which}", str(len(sizes)), *spread, bias, target]
-            lines.append(Line(cells, some))
+    for n in (None, *ranks) if len(ranks) > 1 else (None,) * bool(own):
+        some = [row for row in own if n in (None, row.notes["ranks"])]
+        errors = [r.notes["predicted_bytes"] / (r.peak_bytes or 1) - 1 for r in some]
+        sizes = sorted(map(abs, errors))
+        ninth = sizes[-(-9 * len(sizes) // 10) - 1]  # nine tenths are at most this
+        which = "all layouts" if n is None else f"{n} rank{'s' * (n > 1)}"
+        within = sum(size <= PLAN_LIMIT for size in sizes)
+        spread = [f"{value:.1%}" for value in (statistics.median(sizes), ninth, sizes[-1])]
+        bias = f"{statistics.median(errors):+.1%}"
+        target = f"{within} of {len(sizes)} within {PLAN_LIMIT:.0%}"
+        cells = [f"peak memory, {which}", str(len(sizes)), *spread, bias, target]
+        lines.append(Line(cells, some))
     head = ["predicted against measured", "layouts", "median error", "nine tenths within"]
-    busy = sorted({row.notes["busy"] for row in own if row.notes.get("busy")})
-    after = f"Measured on a busy machine ({'; '.join(busy)})." if busy else ""
-    return Table([*head, "worst", "bias", "target"], lines, after)
+    return Table([*head, "worst", "bias", "target"], lines)
 
 
 HALF = ", bf16"  # of a case's name

@@ -1,13 +1,11 @@
-"""How far `fastpar plan` is off here: small layouts are predicted, trained and compared.
+"""How far the memory that `fastpar plan` predicts is off here: small layouts are trained.
 
-For every number of ranks one group of processes measures a layout's rates and trains it for a few
-steps, by turns: what a machine does drifts by tens of percent within minutes where others use it
-too. A row's time is the median over steps of the slowest rank's, its memory the peak of a further
-step of the fullest rank; the predicted ones stand in its notes.
+For every number of ranks one group of processes trains each layout for a few steps. A row's time is
+the median over steps of the slowest rank's, its memory the peak of a further step of the fullest
+rank; the predicted one stands in its notes.
 """
 
 import gc
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,15 +17,14 @@ from bench.records import Row
 from fastpar.axes.step import Setup, Workload
 from fastpar.comm.ranks import Rank, Ranks, threads_per_rank
 from fastpar.kernels.loss.linear_cross_entropy import release_workspaces
-from fastpar.predict.measure import Cell, ShortRun, measure_cells, slowest
+from fastpar.predict.measure import ShortRun, mesh_of, slowest
 from fastpar.predict.memory import StepMemory, held_bytes, predict_memory
-from fastpar.predict.time import predict_step
 from fastpar.settings.model import PRESETS, GPTConfig
 
 TIME_LIMIT_S = {"cpu": 1200, "cuda": 500}
-WARM_UP, FEWEST, MOST, TURNS = 2, 4, 20, 3  # steps, and turns of a layout
-RATES_S, STEPS_S = 60.0, 4.0  # of measuring the rates of all layouts, of the steps of one
-BUSY_SPREAD = 0.25  # of operations, on a machine that seems busy with other programs
+WARM_UP, FEWEST, MOST = 2, 4, 20  # steps
+STEPS_S = 4.0  # of the steps of a layout
+Cell = tuple[Workload, Setup]
 S = GPTConfig(4, 4, 256, 128, 1024, dropout=0.0)
 SMALLER = GPTConfig(4, 4, 128, 64, 512, dropout=0.0)
 EVERY = (SMALLER, S, GPTConfig(6, 6, 384, 128, 2048, dropout=0.0))
@@ -78,7 +75,8 @@ def title_of(workload: Workload, setup: Setup) -> str:
 def train(rank: Rank, workload: Workload, setup: Setup, seconds: float) -> tuple[list[float], int]:
     """On a rank: seconds of steps, and the peak of bytes in a further one."""
     release_workspaces()  # those of a larger model before
-    run = ShortRun(workload, setup, rank.mesh(setup.tp, setup.cp))
+    device = rank.mesh().device
+    run = ShortRun(workload, setup, mesh_of(setup, device))
     run.seconds(WARM_UP)
     rank.barrier()
     start = time.perf_counter()
@@ -88,33 +86,22 @@ def train(rank: Rank, workload: Workload, setup: Setup, seconds: float) -> tuple
     gc.collect()
     rank.barrier()
     held = held_bytes(run.engine, run.optimizer)
-    with StepMemory(rank.mesh(setup.tp, setup.cp).device, alive_bytes=held) as memory:
+    with StepMemory(device, alive_bytes=held) as memory:
         run.step()
     del run
     gc.collect()
     return times, memory.peak_bytes
 
 
-def measure(bench: Bench, pool: Ranks, cell: Cell, rates_s: float) -> Row:
-    """A row of one layout; rates_s: for each turn."""
-    times: list[float] = []
-    predicted, spreads, peak = [], [], 0
-    for _ in range(1 if bench.quick else TURNS):
-        rates = measure_cells(pool, [cell], seconds=rates_s)
-        answers = pool.call(train, *cell, STEPS_S / TURNS if not bench.quick else 0.1)
-        times += slowest([seconds for seconds, _ in answers])
-        peak = max(peak, *(peak for _, peak in answers))
-        predicted.append(predict_step(*cell, rates).step_s)
-        spreads.append(rates.about["spread"])
+def measure(bench: Bench, pool: Ranks, cell: Cell) -> Row:
+    """A row of one layout."""
+    answers = pool.call(train, *cell, 0.1 if bench.quick else STEPS_S)
     how: dict[str, Any] = {"ranks": cell[1].world_size, "threads": pool.threads}
     how["dtype"] = torch.float32 if bench.device == "cpu" else torch.bfloat16
-    how["predicted_ms"] = 1e3 * statistics.median_low(predicted)
     how["predicted_bytes"] = predict_memory(*cell).total
-    how["spread"] = statistics.median(spreads)
-    how["busy"] = f"spread {how['spread']:.0%}" if how["spread"] > BUSY_SPREAD else ""
-    ms = [1e3 * s for s in times]
+    ms = [1e3 * s for s in slowest([seconds for seconds, _ in answers])]
     row = bench.timed_row(title_of(*cell), "step", "fastpar", ms, **how)
-    row.peak_bytes = peak
+    row.peak_bytes = max(peak for _, peak in answers)
     return row
 
 
@@ -129,8 +116,7 @@ def run(bench: Bench) -> None:
         ]
         cells = [cell for cell in cells if bench.only in title_of(*cell)]
         threads = 1 if bench.device == "cpu" else threads_per_rank(None, ranks)
-        rates_s = 1.0 if bench.quick else RATES_S / max(1, len(cells)) / TURNS
         if cells:
             with Ranks(ranks, threads=threads, device=bench.device) as pool:
                 for cell in cells:
-                    bench.add(measure(bench, pool, cell, rates_s))
+                    bench.add(measure(bench, pool, cell))

@@ -22,11 +22,11 @@ from bench.report.tables import markdown
 from bench.systems import links
 from bench.systems.steps import batch
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
-from fastpar.axes import grid as grid_axis
+from fastpar.axes import layout_text
 from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.predict.machine import Cluster, DatasheetRates
 from fastpar.predict.memory import predict_memory, predict_states
-from fastpar.predict.search import search
+from fastpar.predict.search import search, why_not
 from fastpar.predict.time import comm_ops_of
 from fastpar.settings.mesh import parse_grid
 from fastpar.settings.model import PRESETS
@@ -42,6 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 STEPS = 5  # on a link, the first not timed, twice
 LOSS_BOUND = 1e-5
+LIMIT_BYTES = 70e9  # of a GPU
 PAPER = (16, 64, 256, 1024)
 PUBLISHED = (
     "Optimus, 64 GPUs: training 1.48x Megatron without sequence parallelism (arXiv 2104.05343)",
@@ -136,9 +137,11 @@ def planned(ranks: int) -> str:
     """What `fastpar plan` says of grids on so many H100s, for the batch of on_paper()."""
     cluster, template = Cluster.of("h100", ranks), Setup(world_size=ranks)
     rates = DatasheetRates(cluster, template)
-    limits: Any = {"limit_bytes": 70e9, "per_node": cluster.per_node, "checkpointing": ("none",)}
+    limits: Any = {"limit_bytes": LIMIT_BYTES, "per_node": cluster.per_node}
     found = search(Workload(XL, 4 * ranks), template, rates=rates, fixed={"pp"}, **limits)
-    return f"- {ranks} GPUs: {grid_axis.AXIS.verdict(found, {})}"
+    grid = next(e for e in found if e.setup.tp_grid is not None)
+    best, other = layout_text(found[0].setup), layout_text(grid.setup)
+    return f"- {ranks} GPUs: {best}; {other}: {why_not(grid, found[0], LIMIT_BYTES)}"
 
 
 def page(found: dict[str, Any]) -> str:

@@ -44,12 +44,11 @@ from torch import Tensor
 
 from bench.records import RESULTS, commit, machine, parser_of
 from fastpar import GPT, AdamW, Mesh, Muon, Outer, engine_of, muon_groups, parallelize
-from fastpar.axes.data import buckets_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.data.sources import TextSource, open_source
 from fastpar.doctor.trial import stopwatch
 from fastpar.models.gpt import use_fp8
-from fastpar.predict.time import product_bytes, updates_of
+from fastpar.predict.time import comm_ops_of
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.files import option
 from fastpar.settings.model import GPTConfig
@@ -214,14 +213,11 @@ def in_threads(make: Callable[..., Any], cell: Settings) -> Settings:
 LR, EVALS = 3e-3, 20
 OF_WIRES = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "vocab_size": 256}
 OF_FP8 = {**OF_WIRES, "n_layer": 1, "block_size": 32}
-INT8, INT4 = {"wire_gradients": "int8"}, {"wire_gradients": "int4"}
+INT8 = {"wire_gradients": "int8"}
 FORMATS: dict[str, Settings] = {
     "fp32": {},
     "bf16": {"wire_gradients": "bf16"},
     "int8": INT8,
-    "int8, fed back": {**INT8, "error_feedback": True},
-    "int4": INT4,
-    "int4, fed back": {**INT4, "error_feedback": True},
     "int8, weights too": {**INT8, "wire_weights": "int8"},
     "DiLoCo, every 10": {"outer": {"every": 10}},
     "DiLoCo, every 50": {"outer": {"every": 50}},
@@ -270,12 +266,13 @@ def muon_step(cell: Settings) -> Settings:
     on_cpu: Any = {"dtype": "fp32", "device_type": "cpu", "transport": "shm"}
     setup = Setup(world_size=ranks, zero_stage=stage, optimizer="muon", **on_cpu)
     workload = Workload(GPTConfig(**shape, dropout=0.0), ranks)
-    (homes,) = updates_of(workload.shape, buckets_of(workload, setup), setup)
+    sends = [c for c in comm_ops_of(workload, setup) if c.kind == "all_to_all"]
     row: Settings = {"sharded_ms": round(sharded, 1), "repeated_ms": round(repeated, 1)}
     row["ratio"] = round(sharded / repeated, 3)
     row["least_ratio"] = round(min(slowest[0]) / min(slowest[1]), 3)
     row["sent_bytes"] = [int(times[2][0]) for times in found]
-    return row | {"formula_bytes": product_bytes(setup) * homes.sent[0]}
+    formula = sum(c.count * c.bytes * (c.ranks - 1) / c.ranks for c in sends)
+    return row | {"formula_bytes": formula}
 
 
 OF_MUON = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 32, "vocab_size": 4096}

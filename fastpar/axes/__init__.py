@@ -225,10 +225,6 @@ class Axis:
         """Text behind the name, such as "ZeRO-3"."""
         return ""
 
-    def can_measure(self, setup: Setup) -> bool:
-        """Whether predict/measure.py can time this axis in a layout."""
-        return True
-
     def check(self, command: Any, workload: Workload) -> None:
         """Check a command before a search.
 
@@ -237,27 +233,6 @@ class Axis:
         Raises:
             ValueError: a request that cannot be met.
         """
-
-    def facts(self, workload: Workload, setup: Setup) -> Iterable[str]:
-        """Lines about the best layout."""
-        return ()
-
-    def verdict(self, estimates: Sequence[Any], asked: Mapping[str, Any]) -> str:
-        """A line of the report: whether the axis is worth it.
-
-        Args:
-            estimates: predict.search.Estimate, the best first.
-            asked: settings of the command.
-        """
-        return ""
-
-    def what_if(self, workload: Workload, setup: Setup, prices: Any) -> Sequence[str]:
-        """A heading, and lines on what a layout would gain with more of it; or nothing.
-
-        Args:
-            prices: predict.search.MachinePrices.
-        """
-        return ()
 
     def relief(self, setup: Setup) -> Iterator[tuple[str, Setup]]:
         """Flags that make a model fit that does not, with the resulting setup."""

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from fastpar.axes import Axis, Making
 from fastpar.axes.pipeline import RankParts, parts_of
 from fastpar.axes.step import CommOp, Op, Setup, Workload
-from fastpar.comm.wires import CODES, FORMATS
+from fastpar.comm.wires import FORMATS
 from fastpar.files.tensor_file import DTYPES
 from fastpar.kernels import DelayedScales
 from fastpar.settings.model import (
@@ -54,7 +54,6 @@ class BucketKind(NamedTuple):
     root, last_unit: of the root unit, or the last one: at stage 3 both stay gathered from forward
         to backward.
     complete_last: completed at the end of backward, so nothing hides it.
-    rounded: of weights that are gathered as the codes of 8-bit products.
     ep: number of ranks over which these experts are distributed; 1: not experts.
     """
 
@@ -62,7 +61,6 @@ class BucketKind(NamedTuple):
     root: bool
     last_unit: bool
     complete_last: bool
-    rounded: bool = False
     ep: int = 1
 
     def shards(self, n_shards: int) -> int:
@@ -128,7 +126,7 @@ class GPTBuckets:
         buckets, last_unit = self.layout.buckets, len(self.units) - 1
         return Counter(
             BucketKind(
-                *(b.numel, b.unit == ROOT, b.unit == last_unit, b is buckets[-1], b.rounded),
+                *(b.numel, b.unit == ROOT, b.unit == last_unit, b is buckets[-1]),
                 self.ep if b.key else 1,
             )
             for b in buckets
@@ -139,12 +137,6 @@ class GPTBuckets:
         """Elements of parameters that are distributed over ep."""
         of = [b.slots for b in self.layout.buckets if b.key]
         return sum(self.layout.slots[i].spec.numel for slots in of for i in slots)
-
-    @property
-    def coded_share(self) -> float:
-        """Fraction of elements in weights that are gathered as codes; 1 if there are none."""
-        rounded = sum(kind.numel * count for kind, count in self.kinds.items() if kind.rounded)
-        return rounded / sum(self.units) if rounded else 1.0
 
     def padded(self, n_shards: int) -> int:
         """Elements of all buckets, padded for so many shards."""
@@ -187,7 +179,6 @@ def buckets_of(workload: Workload, setup: Setup, parts: RankParts | None = None)
         setup.grad_dtype,
         setup.stage > 0,
         setup.bucket_bytes,
-        setup.fp8 if gathers_codes(setup) else "none",
     )
 
 
@@ -202,7 +193,6 @@ def _buckets(
     grad_dtype: str,
     by_unit: bool,
     bucket_bytes: float,
-    rounded: str,
 ) -> GPTBuckets:
     dtypes = DTYPES[dtype], DTYPES[grad_dtype]
     table, *more = shapes_of(first_parts(shape), shape, *split)
@@ -226,14 +216,12 @@ def _buckets(
             shapes.append(sizes)
             units.append(unit)
             names.append(name)
-    coded = {f"{product}.weight" for product in products(rounded)}
     shapes, names = [*shapes, *end * last], [*names, *[""] * len(end * last)]
     layout = build_layout(
         [ParamSpec((str(i),), s, dtypes[0]) for i, s in enumerate(shapes)],
         bucket_bytes=bucket_bytes,
         first_bucket_bytes=Parallel.first_bucket_mb * 2**20,
         grad_dtype=dtypes[1],
-        rounded=[i for i, name in enumerate(names) if name in coded],
         unit_of=[*units, *[ROOT] * len(end * last)],
         keys=dict.fromkeys(experts, "ep"),
         flags=not by_unit,
@@ -248,15 +236,8 @@ def elements_of(workload: Workload, setup: Setup) -> tuple[int, float]:
     return buckets.elements, buckets.share(setup.n_shards if setup.stage else 1)
 
 
-def gathers_codes(setup: Setup) -> bool:
-    """Whether weights of 8-bit products are gathered as their codes."""
-    return setup.wire_weights == CODES and setup.stage == 3
-
-
-def gathered_bytes(setup: Setup, rounded: bool = False) -> float:
-    """Bytes per element of a gathered weight; rounded: as codes."""
-    if setup.wire_weights == CODES:
-        return 1 if rounded else setup.weight_bytes
+def gathered_bytes(setup: Setup) -> float:
+    """Bytes per element of a gathered weight."""
     form = FORMATS.get(setup.wire_weights) if setup.stage else None
     return setup.weight_bytes if form is None else min(form.bytes_per_element, setup.weight_bytes)
 
@@ -314,7 +295,7 @@ class Data(Axis):
             passes = count * (n_micro if stage == 3 else 1)
             reduced[numel, "" if kind.complete_last else "backward", ep] += reductions * count
             inside = setup.secondary_shards
-            sent = float(numel * gathered_bytes(setup, kind.rounded))
+            sent = float(numel * gathered_bytes(setup))
             kept = numel * setup.weight_bytes
             gathered[sent, "" if kind.root else "forward", ep] += count if inside else passes
             if inside:
@@ -325,11 +306,6 @@ class Data(Axis):
             n_bytes, n, stride = float(numel * setup.wire_bytes), max(1, shards // ep), tp * ep
             if stage:
                 scatter = "all_to_all" if setup.wire_gradients in FORMATS else "reduce_scatter"
-                if node > 1 and scatter == "all_to_all":  # inside a node, then between nodes
-                    yield CommOp(scatter, "shard", n_bytes, node, tp, count, under)
-                    args = n_bytes / node, shards // node, tp * node, count, under
-                    yield CommOp(scatter, "shard", *args)
-                    continue
                 yield CommOp(scatter, "shard", n_bytes, n, stride, count, under)
                 part, copies = n_bytes / n, setup.data // ep // n
                 yield from _sums(setup, "copies", part, copies, stride * n, count, under)

@@ -45,13 +45,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastpar.axes import Axis, Making, layout_text, number_text
+from fastpar.axes import Axis, Making
 from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.axes.tensor import tp_sizes
 from fastpar.axes.tensor.declared import split_model
@@ -487,15 +487,10 @@ class Gridded(Axis):
     def text(self, setup: Setup) -> str:
         return "" if setup.tp_grid is None else f"grid {setup.tp_grid}"
 
-    def can_measure(self, setup: Setup) -> bool:
-        return setup.tp_grid is None
-
     def check(self, command: Any, workload: Workload) -> None:
         """Refuse grids that the trainer or the search does not support, or with wrong sizes."""
         if command.tp_grid in (None, "none"):
             return
-        if command.measure:
-            raise ValueError("--measure does not support --tp-grid; drop one of them")
         names = ("optimizer", "moment_dtype", "fp8", "tp_grid", "n_expert")
         given = {name: getattr(command, name) for name in names}
         values = {**DEFAULTS, **given, "pp": command.pp or 1, **of_shape(workload.shape)}
@@ -514,29 +509,6 @@ class Gridded(Axis):
                 f"rows of tp_grid={command.tp_grid}), got batch_size={workload.batch_size}; change "
                 "--batch-size or --tp-grid"
             )
-
-    def verdict(self, estimates: Sequence[Any], asked: Mapping[str, Any]) -> str:
-        if "tp_grid" in asked or estimates[0].setup.world_size == 1:
-            return ""
-        return f"grids    {self._verdict(estimates)}"
-
-    def _verdict(self, estimates: Sequence[Any]) -> str:
-        fits = [e for e in estimates if e.time is not None]
-        grid = next((e for e in fits if e.setup.tp_grid is not None), None)
-        other = next((e for e in fits if e.setup.tp_grid is None), None)
-        if grid is None:
-            return "none: no grid fits"
-        if other is None:
-            return f"{grid.setup.tp_grid}: without one nothing fits"
-        slower = grid.time.step_s / other.time.step_s - 1
-        if fits[0] is grid:
-            slower = other.time.step_s / grid.time.step_s - 1
-            return f"{grid.setup.tp_grid}: {layout_text(other.setup)} is {slower:.1%} slower"
-        more = grid.time.exposed_s - other.time.exposed_s
-        waits = f"waits {number_text(abs(more) * 1e3)} ms {'more' if more > 0 else 'less'}"
-        waits += " for communication"
-        name = layout_text(grid.setup)
-        return f"none: the best, {name}, is {slower:.1%} slower; it {waits}"
 
 
 AXIS = Gridded()

@@ -134,7 +134,7 @@ class Offloaded(Axis):
         if setup.offload is None:
             return 0.0
         each = setup.state_bytes + setup.weight_bytes + setup.grad_bytes
-        return sum(stepped_elements(workload, setup)) * each
+        return stepped_elements(workload, setup) * each
 
     def relief(self, setup: Setup) -> Iterator[tuple[str, Setup]]:
         adamw = setup.change(optimizer="adamw")
@@ -316,8 +316,8 @@ class Offload:
 
     def _bins_of(self, bucket: State, positions: Iterable[int]) -> Tensor:
         """The bins of some of its gradients, on their present device."""
-        grad_of = (lambda i: bucket.piece(i)[1]) if bucket.stage.shards else bucket.grad_of
-        pieces = [(grad_of(i), self._counts(bucket.params[i])) for i in positions]
+        each = bucket.all_pieces()
+        pieces = [(each[i].grad, self._counts(bucket.params[i])) for i in positions]
         found = [(grad, counts) for grad, counts in pieces if grad is not None and grad.numel()]
         device = found[0][0].device if found else bucket.device
         none = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)
@@ -503,42 +503,10 @@ class Host(NamedTuple):
     bus_bytes_per_s: float
 
 
-class UnitStep(NamedTuple):
-    """Seconds of one unit: host step, copies down and up, forward and backward."""
-
-    host_s: float
-    down_s: float
-    up_s: float
-    forward_s: float
-    backward_s: float
-
-
-def exposed_s(units: Sequence[UnitStep]) -> float:
-    """Seconds that a step waits for the bus and the host; units in the order of a forward."""
-    bus = backward = 0.0
-    for unit in reversed(units):
-        backward += unit.backward_s
-        bus = max(bus, backward) + unit.down_s
-    device = waited = there = 0.0
-    host = bus - backward
-    for unit in units:
-        host += unit.host_s
-        there = max(host, there) + unit.up_s
-        wait = max(0.0, there - device)
-        waited += wait
-        device += wait + unit.forward_s
-    return waited
-
-
-def stepped_elements(workload: Workload, setup: Setup) -> list[float]:
-    """Elements of each unit that this rank's host steps, in the order of a forward."""
-    buckets = buckets_of(workload, setup)
+def stepped_elements(workload: Workload, setup: Setup) -> float:
+    """Elements that this rank's host steps."""
     kept = setup.offload_keep_mb * 2**20 / state_bytes(setup.weight_bytes)
-    found = []
-    for n in (units / setup.n_shards for units in buckets.units):
-        found.append(max(0.0, n - kept))
-        kept = max(0.0, kept - n)
-    return found
+    return max(0.0, sum(buckets_of(workload, setup).units) / setup.n_shards - kept)
 
 
 def waiting_s(
@@ -546,31 +514,18 @@ def waiting_s(
 ) -> float:
     """Seconds that a step waits for the host and the bus.
 
-    Gradients go down as backward computes them, the last unit's first. The host steps units in the
-    order in which the next forward needs them, so the device waits for a unit only if the host's
-    work on all units before it, and its copy up, take longer than the forward up to there. The
-    first unit's gradients arrive last.
+    Gradients go down during backward. During the next forward the host steps them, unit by unit,
+    and the new weights go up.
 
     Args:
         forward_s, backward_s: of one micro-batch.
     """
-    bus = host.bus_bytes_per_s
+    elements, bus = stepped_elements(workload, setup), host.bus_bytes_per_s
     touched = 2 * (setup.state_bytes + setup.weight_bytes) + setup.grad_bytes
-    elements = stepped_elements(workload, setup)
-    blocks = max(1, len(elements) - 1)
-    units = [
-        UnitStep(
-            n * touched / host.bytes_per_s,
-            n * setup.grad_bytes / bus,
-            n * setup.weight_bytes / bus,
-            forward_s / blocks if i else 0.0,
-            backward_s / blocks if i else 0.0,
-        )
-        for i, n in enumerate(elements)
-    ]
-    again = 0.0
+    down_s, up_s = elements * setup.grad_bytes / bus, elements * setup.weight_bytes / bus
+    stepping_s = max(elements * touched / host.bytes_per_s, up_s)
+    waits = max(0.0, down_s - backward_s) + max(0.0, stepping_s - forward_s)
     if setup.offload == "parameters":  # gathers of forward and backward read the host's shards
-        once = sum(elements) * setup.weight_bytes / bus
-        again = max(0.0, once - forward_s) + max(0.0, once - backward_s)
-        again *= setup.grad_accum_steps
-    return exposed_s(units) + again
+        again = max(0.0, up_s - forward_s) + max(0.0, up_s - backward_s)
+        waits += again * setup.grad_accum_steps
+    return waits

@@ -1,57 +1,37 @@
 """Compressed formats of gradients and weights between ranks; comm/wires.py implements them.
 
-What it does  Gradients are sent as bf16, int8 or int4, rounded stochastically without bias, and
-              summed in fp32 (wire_gradients); weights are gathered as bf16, int8, or as the codes
-              of 8-bit products (wire_weights). error_feedback adds a gradient's rounding error to
-              the next one. node_size sums gradients inside a node first; secondary_shards gathers
-              weights for backward inside the node.
+What it does  Gradients are sent as bf16 or int8 (rounded stochastically, without bias), and
+              summed in fp32 (wire_gradients); weights are gathered as bf16 or int8
+              (wire_weights). secondary_shards gathers weights for backward inside a node of
+              node_size ranks.
 Bytes         int8 has 1 byte per element and a scale per block: half of bf16, a quarter of fp32.
-              Encoding and decoding move code_bytes() per element through memory. The error buffer
-              has 4 bytes per parameter, secondary shards 1 / node_size of the weights.
-Use it        below the link speed that `fastpar plan` prints for each format.
+              Encoding and decoding move code_bytes() per element through memory. Secondary
+              shards have 1 / node_size of the weights.
+Use it        over slow links between nodes.
 Not with      offload, deterministic, reduce_dtype, shared-memory transport; node_size not with ep.
 Source: Alistarh et al. 2017 (QSGD), arXiv 1610.02132; Wang et al. 2023 (ZeRO++), arXiv 2306.10209
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from fastpar.axes import Axis, Making, number_text, size_text
-from fastpar.axes.data import GPTBuckets, buckets_of, elements_of, gathered_bytes, gathers_codes
+from fastpar.axes import Axis, Making
+from fastpar.axes.data import GPTBuckets, elements_of, gathered_bytes
 from fastpar.axes.step import Op, Setup, Workload
-from fastpar.comm.wires import CODES, FORMATS, OF_WEIGHTS
+from fastpar.comm.wires import FORMATS
 from fastpar.files.tensor_file import FLOATS
 
 
 def code_bytes(setup: Setup) -> tuple[float, float]:
     """Bytes that encoding and decoding moves per element of (gradients, weights)."""
     gradients = setup.grad_bytes + 2 * setup.wire_bytes + 8  # decoded, then summed
-    sent = gathered_bytes(setup, gathers_codes(setup))
+    sent = gathered_bytes(setup)
     weights = (2 * setup.weight_bytes + 2 * sent) * (sent < setup.weight_bytes)
     return (gradients if setup.wire_gradients in FORMATS else 0.0), weights
-
-
-def error_bytes(setup: Setup) -> int:
-    """Bytes per element of the buffer for rounding errors of gradients."""
-    keeps = setup.error_buffer or (setup.error_feedback and setup.stage == 0)
-    return 4 if keeps and setup.data > 1 else 0
-
-
-def formats_of(setup: Setup) -> dict[str, Setup]:
-    """The layout with other formats, by their flags."""
-    found = {f"--wire-gradients {n}": setup.change(wire_gradients=n) for n in FORMATS}
-    for name in OF_WEIGHTS if setup.stage else ():
-        if name != CODES:
-            found[f"--wire-weights {name}"] = setup.change(wire_weights=name)
-    if setup.stage == 3 and setup.fp8 != "none":
-        coded = {"fp8_scaling": "tensor", "wire_weights": CODES}
-        found[f"--fp8-scaling tensor --wire-weights {CODES}"] = setup.change(**coded)
-    return found
 
 
 def message_bytes(setup: Setup) -> float:
@@ -70,8 +50,7 @@ class Wires(Axis):
     order = 70
 
     def states(self, setup: Setup, buckets: GPTBuckets, found: dict[str, float]) -> None:
-        """Rounding errors of gradients; a rank's own weights, kept besides the gathered ones."""
-        found["gradients"] += error_bytes(setup) * buckets.padded(setup.n_shards)
+        """A rank's own weights, kept besides the gathered ones."""
         if setup.stage in (1, 2) and code_bytes(setup)[1]:
             found["parameters"] += setup.weight_bytes * buckets.shard(setup.n_shards)
 
@@ -82,20 +61,10 @@ class Wires(Axis):
             return
         dtypes = {p.dtype for p in making.model.parameters() if p.requires_grad}
         kept = {FLOATS.get(parallel.precision.grad_dtype or "", dtype) for dtype in dtypes}
-        keeps = wires.error_feedback and not wires.error_buffer and parallel.zero_stage == 1
-        in_place = {torch.float16} if keeps else set()
-        changes = wires.gradients != "fp32" or wires.weights != CODES  # products round so anyway
-        for dtype in (kept | dtypes) & {torch.float64} | kept & in_place if changes else ():
+        if torch.float64 in kept | dtypes:
             raise ValueError(
-                f"parallelize: wire formats do not support gradients in {dtype} (fp32 and bf16 "
-                "work; fp16 without error_feedback); pass grad_dtype=torch.float32 for fp16 "
-                "parameters"
-            )
-        if wires.gradients == "int4" and not (wires.error_feedback or wires.error_buffer):
-            warnings.warn(
-                "parallelize: int4 gradients without error_feedback converge worse (see "
-                "bench/results/README.md); pass error_feedback=True, or use int8",
-                stacklevel=3,
+                "parallelize: wire formats do not support gradients in torch.float64; use fp32, "
+                "bf16 or fp16"
             )
         if making.transport == "auto" and making.mesh.of_gradients().dp_size > 1:
             making.transport = "torch"
@@ -111,34 +80,13 @@ class Wires(Axis):
             times = (2 if setup.stage == 0 else 1) * (micro if setup.accumulate == "shard" else 1)
             yield Op("copy", (int(gradients),), "backward", 0.0, gradients, times)
         if of_weight and setup.n_shards > 1:
-            weights = float(local * of_weight) * buckets_of(workload, setup).coded_share
+            weights = float(local * of_weight)
             times = 2 * micro if setup.stage == 3 else 1
             yield Op("copy", (int(weights),), "forward", 0.0, weights, times)
 
     def memory(self, shards: Any) -> dict[str, int]:
         second = sum(b.secondary.nbytes for b in shards.buckets if b.secondary is not None)
-        errors = [b.unsent.buffer for b in shards.buckets if b.unsent.buffer is not None]
-        found = {"secondary shards": second}
-        found["errors on the wire"] = sum(error.nbytes for error in errors)
-        return {kind: n for kind, n in found.items() if n}
-
-    def what_if(self, workload: Workload, setup: Setup, prices: Any) -> Sequence[str]:
-        """For each format: below which link speed it pays."""
-        lines, plain = ["wires"], prices.sent_bytes(workload, setup)
-        for flag, other in formats_of(setup).items():
-            sent = prices.sent_bytes(workload, other)
-            if sent >= plain:
-                continue
-            plain_of = other.change(wire_gradients="fp32", wire_weights=None)
-            codes = prices.ops_s(workload, other) - prices.ops_s(workload, plain_of)
-            step_ms = prices.step_s(workload, other) * 1e3
-            pays = 8e-9 * (plain - sent) / codes
-            lines.append(
-                f"  {flag}: a rank sends {size_text(sent)} a step instead of {size_text(plain)}, "
-                f"encoding {number_text(codes * 1e3)} ms, step {number_text(step_ms, 4)} ms; pays "
-                f"below {number_text(pays, 4)} Gbit/s a rank"
-            )
-        return lines if len(lines) > 1 else ()
+        return {"secondary shards": second} if second else {}
 
 
 AXIS = Wires()

@@ -1,1 +1,1 @@
-"""Save, load, verify, inspect, export."""
+"""Save, load, verify, export."""

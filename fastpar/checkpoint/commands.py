@@ -1,4 +1,4 @@
-"""The commands verify, inspect and export for runs, checkpoints and transformers folders."""
+"""The commands verify and export for runs, checkpoints and transformers folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +58,7 @@ from fastpar.models.hf import (
     unsupported_field,
 )
 from fastpar.models.nanogpt import load_nanogpt
+from fastpar.sharding.placements import whole_run
 
 _ARCHITECTURES: tuple[list[str] | None, ...] = (None, [], ["GPT2LMHeadModel"], ["GPT2Model"])
 
@@ -99,11 +100,14 @@ def find_folders(caller: str, folder: str | Path) -> list[Path]:
     )
 
 
-def verify(folder: str | Path, say: Callable[[str], None]) -> bool:
+def verify(folder: str | Path, say: Callable[[str], None], pattern: str | None = None) -> bool:
     """Read and check every byte of every checkpoint, print a report; whether all are undamaged.
 
+    Args:
+        pattern: then a table of the tensors whose name matches it (*, ?) or contains it, in the
+            newest checkpoint.
     Raises:
-        ValueError: see find_folders.
+        ValueError: see find_folders; no such tensor.
     """
     folders = find_folders("fastpar verify", folder)
     reports = []
@@ -119,6 +123,9 @@ def verify(folder: str | Path, say: Callable[[str], None]) -> bool:
     damaged = [report for report in reports if report.damage]
     if damaged:
         say(_instead(damaged[-1].folder, reports))
+    if pattern is not None and reports and not reports[-1].damage:
+        for line in _table(reports[-1].folder, pattern):
+            say(line)
     return not damaged
 
 
@@ -234,53 +241,17 @@ def _files(tensors: tuple[TensorEntry, ...]) -> str:
     return f"{n} file{'s' * (n > 1)}"
 
 
-class Stats(NamedTuple):
-    """Statistics of a tensor's finite elements, and the number of nonfinite ones."""
-
-    norm: float
-    low: float
-    mean: float
-    high: float
-    nonfinite: int
-
-
-def stats_of(chunks: Iterable[Tensor]) -> Stats:
-    """Statistics of a tensor that is read in chunks; of both parts of complex numbers."""
-    total = squares = 0.0
-    low, high, n, nonfinite = math.inf, -math.inf, 0, 0
-    for chunk in chunks:
-        values = torch.view_as_real(chunk).reshape(-1) if chunk.is_complex() else chunk
-        values = values.double()
-        finite = values[values.isfinite()]
-        nonfinite += len(values) - len(finite)
-        n += len(finite)
-        if len(finite):
-            total += float(finite.sum())
-            squares += float(finite.square().sum())
-            low, high = min(low, float(finite.min())), max(high, float(finite.max()))
-    if not n:
-        return Stats(0.0, math.nan, math.nan, math.nan, nonfinite)
-    return Stats(math.sqrt(squares), low, total / n, high, nonfinite)
-
-
-def inspect(folder: str | Path, pattern: str | None, say: Callable[[str], None]) -> None:
-    """Print a table of the tensors of a checkpoint, or of a run's newest one.
-
-    Args:
-        folder: folder of a run, a checkpoint or transformers weights.
-        pattern: only tensors whose name matches (*, ?) or contains it; None: all.
-        say: called with each line.
-    Raises:
-        ValueError: no such folder, no such tensor, or damage.
-    """
-    folder = find_folders("fastpar inspect", folder)[-1]
+def _table(folder: Path, pattern: str) -> Iterator[str]:
+    """Tensors with statistics of their finite elements, and the number of nonfinite ones."""
     manifest = _manifest(folder)
     everything = [*by_key(manifest.weights).items(), *by_key(manifest.optimizer).items()]
-    tensors = [
-        (key, pieces)
-        for key, pieces in everything
-        if pattern is None or fnmatchcase(key, pattern) or pattern in key
-    ]
+    tensors = [(k, t) for k, t in everything if fnmatchcase(k, pattern) or pattern in k]
+    if not tensors:
+        raise ValueError(
+            f"fastpar verify: expected a name or pattern of tensors in {folder}, got "
+            f"tensors={pattern}; the first tensor is "
+            + (shown(everything[0][0]) if everything else "none")
+        )
 
     def place(tensor: tuple[str, list[TensorEntry]]) -> tuple[bool, list[tuple[str, int]]]:
         """Sort key: weights before states, states in the file's order, layer 2 before layer 10."""
@@ -288,30 +259,23 @@ def inspect(folder: str | Path, pattern: str | None, say: Callable[[str], None])
         return "/" in tensor[0], [(text, int(digits or -1)) for text, digits in parts]
 
     tensors.sort(key=place)
-    if not tensors:
-        raise ValueError(
-            f"fastpar inspect: expected a name or pattern of tensors in {folder}, got "
-            f"filter={pattern}; the first tensor is "
-            + (shown(everything[0][0]) if everything else "none")
-        )
-    say(str(folder))
-    with TensorReader(folder, manifest) as reader:
-        for line in _table(reader, tensors):
-            say(line)
-
-
-def _table(reader: TensorReader, tensors: list[tuple[str, list[TensorEntry]]]) -> Iterator[str]:
     rows = [
         (printable(key), str(list(t[0].shape)), str(STORED[t[0].dtype]).removeprefix("torch."))
         for key, t in tensors
     ]
     a, b, c = (max(map(len, column)) for column in zip(("", "shape", "dtype"), *rows))
-    numbers = "".join(f"{name:>12}" for name in ("norm", "min", "mean", "max"))
-    yield f"{'tensor':{a}}  {'shape':{b}}  {'dtype':{c}}{numbers}  nonfinite"
-    for (key, shape, dtype), (_, pieces) in zip(rows, tensors):
-        stats = stats_of(reader.chunks(pieces))
-        numbers = "".join(f"{value:12.4g}" for value in stats[:4])
-        yield f"{key:{a}}  {shape:{b}}  {dtype:{c}}{numbers}  {stats.nonfinite:9}"
+    names = "".join(f"{name:>12}" for name in ("norm", "min", "mean", "max"))
+    yield f"{'tensor':{a}}  {'shape':{b}}  {'dtype':{c}}{names}  nonfinite"
+    with TensorReader(folder, manifest) as reader:
+        for (key, shape, dtype), (_, pieces) in zip(rows, tensors):
+            x = reader.gather(pieces, whole_run(math.prod(pieces[0].shape)))
+            x = (torch.view_as_real(x).view(-1) if x.is_complex() else x).double()
+            finite = x[x.isfinite()]
+            stats = [finite.norm().item(), *[math.nan] * 3]
+            if len(finite):
+                stats[1:] = (f(finite).item() for f in (torch.min, torch.mean, torch.max))
+            numbers = "".join(f"{value:12.4g}" for value in stats)
+            yield f"{key:{a}}  {shape:{b}}  {dtype:{c}}{numbers}  {len(x) - len(finite):9}"
 
 
 # Text files that transformers' from_pretrained reads.

@@ -1,12 +1,11 @@
 """Reads and verifies tensors of a checkpoint or a transformers folder.
 
 TensorReader is the only code that reads tensors. It reads a file of a checkpoint only if its size
-and header match the manifest. compare(), read() and chunks() also check the content. gather()
-hashes tensors that it reads as a whole, block by block while they are in the CPU's cache, and
-records the result, so that they need not be read again for verification. A file consists of its
-head, whose digest is in FileEntry, and its tensors, each with its own digest; read_manifest() has
-checked that these fill the file. Verification is divided among ranks and threads; hashing releases
-the interpreter's lock.
+and the digest of its header match the manifest. compare() and read() also check the content.
+gather() hashes tensors that it reads as a whole, block by block while they are in the CPU's cache,
+and records the result, so that they need not be read again for verification. A file consists of its
+head, whose digest is in FileEntry, and its tensors, each with its own digest. Verification is
+divided among ranks and threads; hashing releases the interpreter's lock.
 
 Files are read, not mapped: mapped pages count as memory of the process, and each costs a page
 fault. A reader needs memory for the largest tensor returned by whole(), and a few MB for pieces
@@ -44,7 +43,6 @@ from fastpar.files.plain_files import (
     read_into,
     read_object,
     reason,
-    shown,
 )
 from fastpar.files.runs import is_step_name, linked, list_checkpoints, step_of
 from fastpar.files.tensor_file import (
@@ -53,7 +51,6 @@ from fastpar.files.tensor_file import (
     THREADS,
     TILE_ROWS,
     Place,
-    Stored,
     bytes_of,
     parse_header,
     read_header,
@@ -62,7 +59,6 @@ from fastpar.models.hf import INDEX_FILE, WEIGHTS_FILE, weight_files
 from fastpar.sharding.placements import (
     HOLE,
     Run,
-    cut_runs,
     intervals,
     numel_of,
     overlaps,
@@ -111,10 +107,6 @@ class TensorReader:
         self.folder, self.manifest = folder, manifest
         self._descriptors: dict[str, int] = {}
         self._places: dict[str, dict[str, Place]] = {}
-        self._whole = {(t.file, t.key) for t in manifest.weights}
-        self._listed: dict[str, dict[str, TensorEntry]] = {}
-        for t in manifest.weights + manifest.optimizer:
-            self._listed.setdefault(t.file, {})[t.key] = t
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._opening = threading.Lock()
         self.seen: dict[tuple[str, str], bool] = {}
@@ -152,51 +144,37 @@ class TensorReader:
         return listed.head < listed.size or file.endswith(".safetensors")
 
     def compare_file(self, file: str) -> None:
-        """Compare a file with its own digest, and its header with the manifest's tensors.
+        """Compare a file, or the header of one with tensors, with its digest.
 
         Raises:
             OSError: it cannot be read.
             ValueError: it differs.
         """
-        if self.has_tensors(file):
-            self.places(file)
-            return
+        self.places(file) if self.has_tensors(file) else self._head(file)
+
+    def _head(self, file: str) -> bytes:
+        """The bytes of a listed file before its tensors; all of a file without tensors."""
         listed = self.manifest.files[file]
-        for _ in _hashed(self.open(file), Place(0, listed.head), listed.digest):
-            pass
+        raw, digest = bytearray(listed.head), hasher(listed.digest)[1]
+        read_into(self.open(file), memoryview(raw), 0)
+        digest.update(raw)
+        if not listed.digest.endswith(f":{digest.hexdigest()}"):
+            raise ValueError(_DIFFERS + " in its header" * self.has_tensors(file))
+        return bytes(raw)
 
     def places(self, file: str) -> dict[str, Place]:
-        """The places of a file's tensors, from its header, which must match the manifest.
+        """The places of a file's tensors, from its header.
 
         Raises:
             OSError: it cannot be read.
-            ValueError: the header is damaged, or lists other tensors.
+            ValueError: the header is damaged.
         """
         with self._opening:
             if file not in self._places:
-                descriptor, listed = self.open(file), self.manifest.files.get(file)
-                if listed is None:
-                    header = read_header(descriptor)
-                else:
-                    place, where = Place(0, listed.head), " in its header"
-                    blocks = _hashed(descriptor, place, listed.digest, where)
-                    header = parse_header(b"".join(map(bytes, blocks)))
-                self._compare_header(file, header)
+                listed = file in self.manifest.files
+                header = parse_header(self._head(file)) if listed else read_header(self.open(file))
                 self._places[file] = {key: stored.place for key, stored in header.items()}
             return self._places[file]
-
-    def _compare_header(self, file: str, header: dict[str, Stored]) -> None:
-        due = self._listed.get(file, {})
-        for key in sorted(header.keys() ^ due.keys()):
-            raise ValueError(f"{'no' if key in due else 'an unlisted'} tensor {shown(key)}")
-        for key, tensor in due.items():
-            dtype, shape, _ = header[key]
-            whole, numel = (file, key) in self._whole, numel_of(tensor.runs)
-            if dtype != tensor.dtype:
-                raise ValueError(f"tensor {shown(key)} of {dtype} instead of {tensor.dtype}")
-            if (whole and shape != tensor.shape) or math.prod(shape) != numel:
-                wanted = list(tensor.shape) if whole else f"{numel} elements"
-                raise ValueError(f"tensor {shown(key)} of shape {list(shape)} instead of {wanted}")
 
     # Tensors
 
@@ -207,28 +185,12 @@ class TensorReader:
             OSError: they cannot be read.
             ValueError: they differ. Both state only the problem.
         """
-        for _ in self._blocks(entry):
-            pass
-
-    def chunks(self, entries: list[TensorEntry]) -> Iterator[Tensor]:
-        """The elements of a tensor's pieces as flat chunks in any order, checked by digest.
-
-        The next chunk overwrites the memory of the one before.
-
-        Raises:
-            ValueError: a piece cannot be read or differs; names it.
-        """
-        for entry in entries:
-            at = 0
-            with self._named(entry):
-                for block in self._blocks(entry):
-                    chunk = torch.frombuffer(block, dtype=STORED[entry.dtype])
-                    runs = [Run(0, len(chunk))]
-                    if any(run.start == HOLE for run in entry.runs):
-                        runs = cut_runs(entry.runs, at, at + len(chunk))
-                    parts = zip(runs, chunk.split([run.numel for run in runs]))
-                    yield from (part for run, part in parts if run.start != HOLE)
-                    at += len(chunk)
+        digest, left = hasher(entry.digest)[1], entry.nbytes if entry.digest else 0
+        block = np.empty(min(BLOCK_BYTES, left), np.uint8)
+        for at in range(0, left, BLOCK_BYTES):
+            self._read(entry, at, block[: left - at], digest)
+        if entry.digest and not entry.digest.endswith(f":{digest.hexdigest()}"):
+            raise ValueError(_DIFFERS)
 
     def read(self, entries: list[TensorEntry]) -> Tensor:
         """A whole tensor from all of its pieces, checked by digest.
@@ -339,10 +301,6 @@ class TensorReader:
         if digest is not None:
             self.seen[entry.file, entry.key] = entry.digest.endswith(f":{digest.hexdigest()}")
 
-    def _blocks(self, entry: TensorEntry) -> Iterator[memoryview]:
-        place = self.places(entry.file)[entry.key]
-        return _hashed(self.open(entry.file), place, entry.digest)
-
     @contextlib.contextmanager
     def _named(self, entry: TensorEntry) -> Iterator[None]:
         """Add the tensor and file to errors."""
@@ -355,24 +313,6 @@ class TensorReader:
                 f"{self.folder / entry.file}; "
                 + (advice if self.manifest.files else "copy or save it again")
             ) from error
-
-
-def _hashed(descriptor: int, place: Place, digest: str, where: str = "") -> Iterator[memoryview]:
-    """Bytes of a file in blocks, in reused memory; compares the digest, if any, at the end.
-
-    Raises:
-        OSError: they cannot be read.
-        ValueError: they have another digest.
-    """
-    name, found = hasher(digest)
-    buffer = memoryview(bytearray(min(BLOCK_BYTES, place.stop - place.start)))
-    for at in range(place.start, place.stop, BLOCK_BYTES):
-        block = buffer[: place.stop - at]
-        read_into(descriptor, block, at)
-        found.update(block)
-        yield block
-    if digest and digest != f"{name}:{found.hexdigest()}":
-        raise ValueError(f"{_DIFFERS}{where}")
 
 
 def describe(tensor: TensorEntry) -> str:

@@ -34,13 +34,11 @@ from torch import Tensor, nn
 from fastpar.checkpoint.manifest import CONFIG, STATE, Manifest, TensorEntry, by_key, read_manifest
 from fastpar.checkpoint.reader import TensorReader, verify_files, verify_weights
 from fastpar.checkpoint.saver import (
-    COMMON,
     check_optimizer,
     engine_of_model,
-    error_entry,
-    load_wire_state,
     of_stages,
     piece_runs,
+    wires_of,
 )
 from fastpar.engine.control import gather_errors
 from fastpar.engine.engine import Engine, engine_of_parameter
@@ -54,6 +52,9 @@ from fastpar.models.nanogpt import load_nanogpt
 from fastpar.settings.mesh import AXES
 from fastpar.settings.model import GPTConfig
 from fastpar.sharding.placements import Run, whole_run
+
+# Entries that versions with error feedback saved.
+_FORGOTTEN = ("wire_error_", "outer_error", "outer_members")
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
@@ -225,13 +226,23 @@ class _Plan:
         # A parameter without pieces had no gradient yet, or another optimizer, or none.
         self._pieces: dict[str, dict[str, list[TensorEntry]]] = {}
         self._on_wires: dict[str, dict[str, list[TensorEntry]]] = {}
+        forgotten = False
         for key, pieces in by_key(self.manifest.optimizer).items():
             name, _, entry = key.rpartition("/")
+            if entry.startswith(_FORGOTTEN):
+                forgotten = True
+                continue
             of = self._on_wires if entry.startswith("wire_") else self._pieces
             of.setdefault(name, {})[entry] = pieces
         for name in set(names.values()) - {w.name for w in weights}:  # weights of other stages
             self._pieces.pop(name, None)
         if optimizer is not None:
+            if forgotten and (self.engine is None or self.engine.mesh.is_main):
+                warnings.warn(
+                    f"load_checkpoint: the compression errors in {path} are discarded, because "
+                    "this version has no error feedback",
+                    stacklevel=4,
+                )
             self._check_moments()
 
     def _check_moments(self) -> None:
@@ -280,29 +291,12 @@ class _Plan:
         return {key: mine.get(key, True) for key, n in zip(keys, sums) if n}
 
     def _load_wires(self, weight: Weight) -> None:
-        """Load the state of compressed gradients; errors of another layout are discarded."""
+        """Load the state of compressed gradients."""
         p, found = weight.tensor, self._on_wires.get(weight.name, {})
         engine = engine_of_parameter(p)
-        if engine is None or engine.settings.parallel.wires.gradients == "fp32":
-            return
-        known = (*COMMON, error_entry(engine))
-        mine = {entry: pieces for entry, pieces in found.items() if entry in known}
-        if (
-            engine.mesh.is_main
-            and weight is self.weights[0]
-            and len(found) > len(mine)
-            and error_entry(engine) not in mine
-        ):
-            warnings.warn(
-                "load_checkpoint: the stored compression error of gradients is discarded, because "
-                f"{self.path} was saved with other ranks, buckets or another ZeRO stage",
-                stacklevel=4,
-            )
-        values = {
-            entry: self._reader.gather(pieces, whole_run(math.prod(pieces[0].shape)))
-            for entry, pieces in mine.items()
-        }
-        load_wire_state(engine, p, values)  # type: ignore[arg-type]
+        groups = {} if engine is None else wires_of(engine, p)  # type: ignore[arg-type]
+        for entry in groups.keys() & found.keys():
+            groups[entry].calls = int(self._reader.gather(found[entry], whole_run(1)))
 
     @torch.no_grad()
     def _load(self, weight: Weight) -> None:

@@ -47,12 +47,10 @@ step's stream, between this step and the next, so the host does not wait; the wr
 for their event.
 
 [Note: wires] The state of compressed gradients (comm/wires.py) is stored with the optimizer's
-entries. Compression errors belong to one rank of the mesh and one division into buckets: LAYOUT is
-a checksum of both. A run with another layout discards them, with a warning.
+entries:
 
     PARAMETER/wire_calls                  []     number of reductions: the step of the random bits
     PARAMETER/wire_copy_calls             []     the same for reductions between HSDP groups
-    PARAMETER/wire_error_LAYOUT_RANK      local  compression error of this rank's gradients
 """
 
 from __future__ import annotations
@@ -66,8 +64,7 @@ import shutil
 import threading
 import time
 import warnings
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -97,7 +94,7 @@ from fastpar.comm.mesh import gather_objects, warn_if_apart
 from fastpar.comm.watchdog import on_this_gpu
 from fastpar.engine.control import gather_errors, gather_numbers
 from fastpar.engine.engine import Engine, engine_of_parameter
-from fastpar.files.plain_files import JSON_BYTES, parse_object, shown
+from fastpar.files.plain_files import JSON_BYTES, shown
 from fastpar.files.runs import (
     checkpoint_folder,
     list_checkpoints,
@@ -404,11 +401,11 @@ class Capture:
     def _on_wires(self, engine: Engine, p: nn.Parameter, name: str) -> Iterator[_Piece]:
         """The state of compressed gradients, see [Note: wires]."""
         stages = engine.shards.stages
-        for entry, value in wire_state(engine, p):
-            again = self._place or (stages is not None and stages.is_second_copy(p))
-            if entry not in COMMON or not again:
-                runs = whole_run(value.numel())
-                yield _Piece(f"{name}/{entry}", tuple(value.shape), value.reshape(-1), runs)
+        if self._place or (stages is not None and stages.is_second_copy(p)):
+            return
+        for entry, group in wires_of(engine, p).items():
+            calls = torch.tensor([float(group.calls)], dtype=torch.float32, device="cpu")
+            yield _Piece(f"{name}/{entry}", (), calls, whole_run(1))
 
     def _optimizer(self) -> Iterator[Item]:
         file = f"optimizer-{self.rank + 1:05d}-of-{self.world_size:05d}.safetensors"
@@ -435,43 +432,13 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
-COMMON = ("wire_calls", "wire_copy_calls")  # the same on all ranks; errors differ
-
-
-def error_entry(engine: Engine) -> str:
-    """The name of this rank's entry of compression errors."""
-    known: list[object] = [engine.stage.number, engine.mesh.sizes, engine.settings.n_shards]
-    known += [(b.spec.numel, b.spec.slots) for b in engine.buckets]
-    return f"wire_error_{zlib.crc32(repr(known).encode()):08x}_{engine.mesh.rank}"
-
-
-def _of_wires(engine: Engine, p: nn.Parameter) -> tuple[Any, slice, dict[str, Any]]:
-    """(p's bucket, p's slice of it, entry -> group that counts the calls)."""
-    bucket, position = engine.shards.places[p]
-    groups = zip(COMMON, (bucket.groups.reduce, bucket.groups.copies))
-    slot, counted = bucket.slots[position], {name: g for name, g in groups if g is not None}
-    return bucket, slice(slot.start, slot.stop), counted
-
-
-def wire_state(engine: Engine, p: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-    """(entry, this rank's values): numbers of calls, and p's compression errors if they are
-    kept."""
-    bucket, place, counted = _of_wires(engine, p)
-    if bucket.groups.reduce is None or engine.settings.parallel.wires.gradients == "fp32":
-        return
-    for name, group in counted.items():
-        yield name, torch.tensor(float(group.calls), dtype=torch.float32, device="cpu")
-    if (lost := bucket.unsent.of(bucket.grad, place)) is not None:
-        yield error_entry(engine), lost.view(p.shape)
-
-
-def load_wire_state(engine: Engine, p: nn.Parameter, entries: Mapping[str, Tensor]) -> None:
-    """Restore the entries of wire_state(); entries of other ranks are ignored."""
-    bucket, place, counted = _of_wires(engine, p)
-    for name in counted.keys() & entries.keys():
-        counted[name].calls = int(entries[name])
-    if (lost := entries.get(error_entry(engine))) is not None:
-        bucket.unsent.restore(bucket.grad, place, lost.view(-1))
+def wires_of(engine: Engine, p: nn.Parameter) -> dict[str, Any]:
+    """Entry -> group whose calls it counts, of a parameter with compressed gradients."""
+    if engine.settings.parallel.wires.gradients == "fp32":
+        return {}
+    groups = engine.shards.places[p][0].groups
+    named = {"wire_calls": groups.reduce, "wire_copy_calls": groups.copies}
+    return {name: group for name, group in named.items() if group is not None}
 
 
 _POLL_S = 0.02
@@ -875,12 +842,9 @@ def _unreadable_state(state: dict[str, Any]) -> str | None:
             return f"expected names that are strings in a state, got {shown(key[0])}; convert it"
     except (TypeError, ValueError) as error:
         return f"expected a state of JSON values, got {error}; save other values elsewhere"
-    try:
-        if len(text) > JSON_BYTES // 2:  # indents can double it
-            raise ValueError(f"{len(text)} bytes")
-        parse_object(text)
-    except ValueError as error:
-        return f"expected a state that can be read back, got {error}; save large values elsewhere"
+    if len(text) > JSON_BYTES // 2:  # indents can double it
+        size = f"{len(text)} bytes"
+        return f"expected a state that can be read back, got {size}; save large values elsewhere"
     return None
 
 
@@ -959,7 +923,7 @@ def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
 def _joined(folder: Path, names: list[str]) -> bytes:
     """Join the manifests of all parts; the content of manifest.json, checked as a reader does."""
     try:
-        parts = [read_manifest(folder, name, complete=False) for name in names]
+        parts = [read_manifest(folder, name) for name in names]
         whole = Manifest.join(parts)
         check_complete(whole)  # all parts together have every element once
         return whole.sealed()

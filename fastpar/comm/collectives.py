@@ -266,8 +266,7 @@ class Collectives(ABC):
         transport: "shm" | "gloo" | "nccl" ...; why: the reason for it, as text.
         in_caller: operations run in the calling thread, before the call returns.
         observers: each begins the operations instead of the transport, and may wrap their handles.
-        leaves_rest: reduce_scatter leaves the encoding's error in x, outside of this rank's slice.
-        error: the encoding's error of earlier operations; calls: their number; see wires.py.
+        calls: number of earlier operations; see wires.py.
         rounds: all_gather gives rounded values, the same on all ranks; see wires.py.
     """
 
@@ -277,9 +276,7 @@ class Collectives(ABC):
     transport: str
     why: str
     in_caller: bool = False
-    leaves_rest: bool = False
     rounds: bool = False
-    error: Tensor | None = None
     calls: int = 0
     observers: tuple[Observer, ...] = ()
 

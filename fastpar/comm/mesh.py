@@ -625,7 +625,8 @@ def initialize(rank: int, world_size: int, device: torch.device, timeout_s: floa
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RuntimeError(
             f"Mesh: rank {rank} could not connect {world_size} ranks at {address} "
-            f"({plain_words(error)}); check that every rank runs and can reach this address"
+            f"({plain_words(error)}); check that every rank runs and can reach this address, "
+            "and that the ports of net.ipv4.ip_local_port_range are open between nodes"
         ) from error
 
 

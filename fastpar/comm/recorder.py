@@ -8,10 +8,9 @@ Sent bytes: a collective of b bytes over W ranks counts as what each rank sends 
 W * b for reduce-scatter, all-gather, all-to-all and (as the mean over ranks) broadcast; twice that
 for an all-reduce; b for a send. Any algorithm must send at least as much in all; some send more.
 
-Bars in a timeline: an operation's bar begins when the engine starts it, is pale while operations of
-the same kind are before it, and ends when a thread that polls every millisecond finds it complete.
-While the main thread waits for an operation, the compute row is red: exposed communication. gloo
-may run two operations of one kind at a time; then the pale part of the second is too long.
+Bars in a timeline: an operation's bar is as long as its transport says; it begins when the engine
+starts it, or when the one before it in its row ends (in_turn). While the main thread waits for an
+operation, the compute row is red: exposed communication.
 
 The engine's own account of a step is its CollectiveLog: a StepReport, and hashes of the order.
 """
@@ -20,11 +19,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,7 +31,7 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.comm.collectives import Collectives, Handle, started
-from fastpar.comm.watchdog import in_place, on_this_gpu
+from fastpar.comm.watchdog import in_place
 
 _NAMESPACES = ("c10d", "_c10d_functional")  # of torch's collectives
 COMPUTE, REDUCE, GATHER, TP, WAIT = "compute", "reduce", "gather", "tp", "wait"
@@ -43,7 +41,6 @@ CONTROL = "control"  # exchanges of a few numbers
 INPUT, FORWARD, BACKWARD, OPTIMIZER = PHASES = ("input", "forward", "backward", "optimizer")
 HOST = "host"  # on a GPU: the CPU's work while it enqueues
 PREFIX = "fastpar "  # of our own ranges in a trace
-LOOK_S = 0.001
 
 
 @dataclass
@@ -74,9 +71,6 @@ class Recorder:
         self.spans: list[Span] = []
         self.on = self.in_trace = False
         self._phase = contextlib.ExitStack()
-        self._open: list[_RecordedHandle] = []
-        self._changed = threading.Condition()
-        threading.Thread(target=on_this_gpu(self._watch), daemon=True).start()
 
     def watch(self, collectives: Collectives, row: str) -> None:
         """Note operations of collectives from now on, while the recorder is on."""
@@ -85,11 +79,7 @@ class Recorder:
             if not self.on:
                 return begin()
             span = Span(row, op, now_ms(), 0.0, n_bytes, group.world_size)
-            handle = _RecordedHandle(begin(), span, self)
-            with self._changed:  # the thread notes when it is complete
-                self._open.append(handle)
-                self._changed.notify()
-            return handle
+            return _RecordedHandle(begin(), span, self)
 
         collectives.observers += (note,)
 
@@ -109,13 +99,6 @@ class Recorder:
         self._phase.close()
         if name:
             self._phase.enter_context(self.span(COMPUTE, name))
-
-    def _watch(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._open))
-                self._open = [h for h in self._open if not h.note_if_complete()]
-            time.sleep(LOOK_S)
 
 
 class _ObservedHandle(Handle):
@@ -141,28 +124,26 @@ class _ObservedHandle(Handle):
 class _RecordedHandle(_ObservedHandle):
     def __init__(self, inner: Handle, span: Span, recorder: Recorder) -> None:
         super().__init__(inner, lambda: recorder.span(WAIT, span.row, span.size_bytes))
-        self._span, self._recorder = span, recorder
-        self._waited_for = self._noted = False
-        self._lock = threading.Lock()  # only one thread at a time may query inner
+        self._span: Span | None = span
+        self._spans = recorder.spans
 
     def wait(self, timeout_s: float | None = None) -> None:
-        with self._lock:
-            self._waited_for = True
         super().wait(timeout_s)
-        self._note()
+        span, self._span = self._span, None
+        if span is not None:
+            span.end_ms = now_ms() if self.ms is None else span.begin_ms + self.ms
+            self._spans.append(span)
 
-    def note_if_complete(self) -> bool:
-        """Note the end if it is complete; returns whether polling can stop."""
-        with self._lock:
-            if not self._waited_for and self.inner.is_completed():
-                self._note()
-            return self._noted or self._waited_for
 
-    def _note(self) -> None:
-        if not self._noted:
-            self._noted = True
-            self._span.end_ms = now_ms()
-            self._recorder.spans.append(self._span)
+def in_turn(spans: Sequence[Span]) -> list[Span]:
+    """Moves operations that were queued behind others of their row to their turn."""
+    found, free = [], dict.fromkeys((REDUCE, GATHER, TP, PP), 0.0)
+    for span in sorted(spans, key=lambda s: s.begin_ms):
+        late = max(0.0, free.get(span.row, 0.0) - span.begin_ms)
+        found.append(replace(span, begin_ms=span.begin_ms + late, end_ms=span.end_ms + late))
+        if span.row in free:
+            free[span.row] = span.end_ms + late
+    return found
 
 
 def window(spans: Sequence[Span], begin_ms: float, end_ms: float) -> list[Span]:

@@ -5,29 +5,17 @@
     all_reduce       the same with slices of whole blocks; then the means are encoded and gathered
     all_gather       encoded once to nearest; the owner uses the same rounded values as its peers
 
-    NodeSums         reduce_scatter in two levels: each node sums its ranks' slices for one local
-                     rank of every node, and encodes the sum once for each other node
-
-    CodeGathers      all_gather of weights that products round to 8 bits: sends the 8-bit codes, so
-                     results do not change; full values before there are scales
-
 A rank's own slice is not sent and enters the sum unrounded. No sum is encoded twice on its way, as
 a ring would. A non-finite value makes its block nan on every rank.
-
-Error feedback: what an encoding of x loses is added to the next x of the same bucket, so the sum of
-sent values and the rest is the sum of all x. `error` is a buffer for the rest; in all_reduce the
-own slice of it belongs to the means. Without a buffer a reduce_scatter leaves the rest in x,
-outside of the own slice (`leaves_rest`), and the bucket adds gradients to it (engine/bucket.py).
 
 Threads: on a CPU the caller encodes x, and one thread for all buckets decodes. The second half of
 an all_reduce, which the thread sends, uses its own group, so that ranks need not agree on how fast
 their threads are; without such a group the thread does all of it. On a GPU both halves are enqueued
 on their own stream.
 
-Messages: n elements are an fp32 scale for each block, then their codes (4-bit codes two in a byte),
-padded to 16 bytes; or n bf16 numbers. Blocks begin with the message, and slices of a bucket and its
-parameters begin at multiples of a block (ALIGN, sharding/layout.py): no two parameters share a
-scale.
+Messages: n elements are an fp32 scale for each block, then their codes, padded to 16 bytes; or n
+bf16 numbers. Blocks begin with the message, and slices of a bucket and its parameters begin at
+multiples of a block (ALIGN, sharding/layout.py): no two parameters share a scale.
 
 Rounding: codes of gradients are rounded stochastically, without bias (kernels/quantize.py), by
 random bits of (step, bucket, rank) and the element's index; bf16 and weights to nearest.
@@ -37,13 +25,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastpar.comm.collectives import (
     Begun,
@@ -60,8 +48,6 @@ from fastpar.comm.collectives import (
     through,
 )
 from fastpar.kernels import dequantize_blockwise, quantize_blockwise
-from fastpar.kernels.linear.fp8 import WEIGHT, Fp8
-from fastpar.kernels.quantize import pack_int4, unpack_int4
 
 _PAD = 16
 
@@ -72,18 +58,17 @@ class WireFormat:
 
     name: str
     dtype: torch.dtype
-    bits: int
     block: int = 0
 
     def nbytes(self, n: int) -> int:
         """Bytes of a message of n elements."""
         scales = -(-n // self.block) * 4 if self.block else 0
-        return -(-(scales + -(-n * self.bits // 8)) // _PAD) * _PAD
+        return -(-(scales + n * self.dtype.itemsize) // _PAD) * _PAD
 
     @property
     def bytes_per_element(self) -> float:
         """Bytes per element of long messages."""
-        return self.bits / 8 + (4 / self.block if self.block else 0)
+        return self.dtype.itemsize + (4 / self.block if self.block else 0)
 
     def encode(
         self,
@@ -92,33 +77,19 @@ class WireFormat:
         *,
         seed: int | None = None,
         index: int = 0,
-        error: Tensor | None = None,
     ) -> None:
         """Write x[n] into message[nbytes].
 
         Args:
             seed: None rounds to nearest; index: of x's first element in its bucket.
-            error: fp32 [n], or x itself: see quantize_blockwise.
         """
         if not self.block:
-            self._round(x, message, error)
+            message[: self.dtype.itemsize * x.numel()].view(self.dtype).copy_(x)
             return
-        how: Any = {"bits": self.bits, "block": self.block, "seed": seed, "error": error}
-        codes, scales = quantize_blockwise(x, first_index=index, **how)
+        codes, scales = quantize_blockwise(x, block=self.block, seed=seed, first_index=index)
         start = scales.nbytes
         message[:start].view(torch.float32).copy_(scales)
-        if self.bits == 4:
-            codes = pack_int4(torch.nn.functional.pad(codes, (0, codes.numel() % 2)))
         message[start : start + codes.numel()].copy_(codes.view(torch.uint8))
-
-    def _round(self, x: Tensor, message: Tensor, error: Tensor | None) -> None:
-        v = x.float() if error is None or error is x else x + error
-        sent = message[: self.dtype.itemsize * x.numel()].view(self.dtype)
-        sent.copy_(v)
-        if error is not None:
-            lost = v - sent
-            kept = torch.zeros((), device=x.device, dtype=torch.float32) if error is x else error
-            error.copy_(torch.where(lost.isfinite(), lost, kept))
 
     def decode(self, message: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """The n elements of a message, as a peer reads them."""
@@ -126,21 +97,18 @@ class WireFormat:
             return message[: self.dtype.itemsize * n].view(self.dtype).to(dtype)
         start = -(-n // self.block) * 4
         scales = message[:start].view(torch.float32)
-        codes = message[start : start + -(-n * self.bits // 8)]
-        codes = unpack_int4(codes)[:n] if self.bits == 4 else codes.view(self.dtype)
+        codes = message[start : start + n].view(self.dtype)
         return dequantize_blockwise(codes, scales, out_dtype=dtype, block=self.block)
 
 
 FORMATS = {
     f.name: f
     for f in (
-        WireFormat("bf16", torch.bfloat16, 16),
-        WireFormat("int8", torch.int8, 8, 256),
-        WireFormat("int4", torch.int8, 4, 128),
+        WireFormat("bf16", torch.bfloat16),
+        WireFormat("int8", torch.int8, 256),
     )
 }
-CODES = "fp8"  # of weights: the codes of 8-bit products; see CodeGathers
-OF_GRADIENTS, OF_WEIGHTS = ("fp32", *FORMATS), ("bf16", "int8", CODES)
+OF_GRADIENTS = ("fp32", *FORMATS)
 
 
 class Wire(Collectives):
@@ -240,8 +208,6 @@ class CompressedSums(Wire):
         worker: finishes the operations of all buckets of a direction.
         again: like inner, for the second half of an all_reduce.
         exact: number of elements at the end of x that an all_reduce sends unrounded.
-        error: fp32, as long as x: see "Error feedback" above.
-        leaves_rest: keep the rest in x.
         key: of the random bits: bucket and rank.
     Attributes:
         calls: number of operations, the step of the random bits.
@@ -256,14 +222,12 @@ class CompressedSums(Wire):
         *,
         again: Collectives | None = None,
         exact: int = 0,
-        error: Tensor | None = None,
-        leaves_rest: bool = False,
         key: tuple[int, int] = (0, 0),
     ) -> None:
         super().__init__(inner, form.name)
         self.form, self._worker = form, worker
-        self._again, self._exact, self.error = again or inner, exact, error
-        self.leaves_rest, self._key, self.calls = leaves_rest, key, 0
+        self._again, self._exact = again or inner, exact
+        self._key, self.calls = key, 0
 
     def sent_bytes(self, op: str, n_bytes: int, numel: int) -> int:
         if op == "reduce_scatter":
@@ -301,38 +265,21 @@ class CompressedSums(Wire):
         under_way = self._exchange(x, places, self.form.nbytes(n), tag)
         return lambda: self._add_up(under_way, x[places[self.rank]], out, mean)
 
-    def _rest_of(self, part: Tensor, at: slice) -> Tensor | None:
-        """Memory for the rest of a part of x: the part itself, the buffer, or None."""
-        return part if self.leaves_rest else None if self.error is None else self.error[at]
-
-    def _encode(self, x: Tensor, at: slice, row: Tensor) -> None:
-        """Encode a part of x into its message."""
-        part = x[at]
-        rest = self._rest_of(part, at)
-        self.form.encode(part, row, seed=self._seed(0), index=at.start, error=rest)
-
     def _exchange(self, x: Tensor, places: list[slice], n_bytes: int, tag: int) -> _Sent:
         """Encode slices of x and send them to their ranks; receives [W - 1, n_bytes]."""
         rows = torch.empty(self.world_size - 1, n_bytes, dtype=torch.uint8, device=x.device)
         for row, at in zip(rows, _others(places, self.rank)):
-            self._encode(x, at, row)
+            self.form.encode(x[at], row, seed=self._seed(0), index=at.start)
         return _send_rows(self.inner, rows, tag)
-
-    def _decode(self, received: Tensor, parts: Tensor, me: int, own: Tensor | None) -> None:
-        """Decode into the rows of parts, in rank order; own: row `me`, None: it is there."""
-        rows = iter(received)
-        for r, part in enumerate(parts):
-            if r != me:
-                part.copy_(self.form.decode(next(rows), len(part)))
-            elif own is not None:
-                part.copy_(own)
 
     def _add_up(self, under_way: _Sent, own: Tensor, out: Tensor, mean: bool) -> None:
         """out = the sum of this rank's slice over all ranks."""
         handle, received = under_way
         handle.wait()
         parts = _floats(own, self.world_size, len(own))
-        self._decode(received, parts, self.rank, own)
+        parts[self.rank].copy_(own)
+        for row, part in zip(received, _others(parts, self.rank)):
+            part.copy_(self.form.decode(row, len(part)))
         sum_rows_in_tree(parts, out, mean)
 
     def _reduce(self, x: Tensor, mean: bool, tag: int) -> Rest:
@@ -347,8 +294,7 @@ class CompressedSums(Wire):
             total = _floats(x, at.stop - at.start)
             self._add_up(under_way, x[at], total, mean)
             own = torch.zeros(self._gathered_bytes(size), dtype=torch.uint8, device=x.device)
-            error = None if self.error is None else self.error[at]
-            self.form.encode(total, own, seed=second, index=at.start, error=error)
+            self.form.encode(total, own, seed=second, index=at.start)
             own[self.form.nbytes(size) :].view(torch.float32).copy_(x[n:])
             return functools.partial(spread, *_gather_rows(self._again, own, tag))
 
@@ -363,94 +309,24 @@ class CompressedSums(Wire):
         return gather
 
 
-class NodeSums(CompressedSums):
-    """Sums of gradients that each node sums first; only for reduce_scatter.
-
-    The rank that encodes a sum keeps its rest, in its own memory for the slice.
-
-    Args:
-        nodes: the ranks of this node, and the ranks with this local rank on every node.
-    Wire: per rank (n - 1) * W / n messages of a slice in a node of n ranks, W / n - 1 between them.
-    """
-
-    def __init__(self, *args: Any, nodes: tuple[Collectives, Collectives], **how: Any) -> None:
-        super().__init__(*args, **how)
-        self._inside, self._between = nodes
-
-    def sent_bytes(self, op: str, n_bytes: int, numel: int) -> int:
-        n, k = self._inside.world_size, self._between.world_size
-        return ((n - 1) * k + k - 1) * self.form.nbytes(numel // self.world_size)
-
-    def _places(self, place: int, size: int) -> list[slice]:
-        """Slices of the ranks with a local rank, node by node."""
-        ranks = range(place, self.world_size, self._inside.world_size)
-        return [slice(r * size, (r + 1) * size) for r in ranks]
-
-    def _scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Rest:
-        self.calls += 1
-        n, k, size = self._inside.world_size, self._between.world_size, out.numel()
-        rows = x.new_empty(n - 1, k, self.form.nbytes(size), dtype=torch.uint8)
-        for row, place in zip(rows, _others(range(n), self._inside.rank)):
-            for part, at in zip(row, self._places(place, size)):
-                self._encode(x, at, part)
-        handle, received = _send_rows(self._inside, rows, tag)
-        return functools.partial(self._of_node, handle, received, x, out, mean, tag)
-
-    def _of_node(
-        self, handle: Handle, received: Tensor, x: Tensor, out: Tensor, mean: bool, tag: int
-    ) -> Rest:
-        """Sum the slices of this node, and send each other node its part."""
-        handle.wait()
-        inside, group, size = self._inside, self._between, out.numel()
-        mine = self._places(inside.rank, size)
-        sums, parts = (_floats(x, some.world_size, size) for some in (group, inside))
-        for node, at in enumerate(mine):
-            self._decode(received[:, node], parts, inside.rank, x[at])
-            if self.error is not None:
-                parts[inside.rank] += self.error[at]
-            sum_rows_in_tree(parts, sums[node], False)
-        sent = received.new_empty(group.world_size - 1, self.form.nbytes(size))
-        for row, (at, total) in zip(sent, _others(list(zip(mine, sums)), group.rank)):
-            rest = self._rest_of(x[at], at)
-            lost = None if rest is None else total
-            self.form.encode(total, row, seed=self._seed(1), index=at.start, error=lost)
-            if rest is not None:
-                rest.copy_(total)
-        second, arrived = _send_rows(group, sent, tag)
-
-        def add_up() -> None:
-            second.wait()
-            self._decode(arrived, sums, group.rank, None)
-            sum_rows_in_tree(sums.div_(inside.world_size) if mean else sums, out, mean)
-
-        return add_up
-
-
-class _Gathers(Wire):
-    rounds = True
-    _gather: Callable[[Tensor, Tensor, int], Rest]
-
-    def __init__(self, inner: Collectives, worker: Worker, name: str) -> None:
-        super().__init__(inner, name)
-        self._worker = worker
-
-    def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle:
-        call = functools.partial(self._gather, out.view(-1), x.view(-1), tag)
-        return self._worker.submit("all_gather", call, out, x)
-
-
-class CompressedGathers(_Gathers):
+class CompressedGathers(Wire):
     """Gathers of weights.
 
     Wire: per rank (W - 1) * bytes of its message.
     """
 
+    rounds = True
+
     def __init__(self, inner: Collectives, worker: Worker, form: WireFormat) -> None:
-        super().__init__(inner, worker, form.name)
-        self.form = form
+        super().__init__(inner, form.name)
+        self.form, self._worker = form, worker
 
     def sent_bytes(self, op: str, n_bytes: int, numel: int) -> int:
         return (self.world_size - 1) * self.form.nbytes(numel // self.world_size)
+
+    def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle:
+        call = functools.partial(self._gather, out.view(-1), x.view(-1), tag)
+        return self._worker.submit("all_gather", call, out, x)
 
     def _gather(self, out: Tensor, x: Tensor, tag: int) -> Rest:
         own = torch.empty(self.form.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
@@ -465,139 +341,18 @@ class CompressedGathers(_Gathers):
         return rest
 
 
-_RUN = 256  # elements: weights begin at multiples of it
-
-
-class CodeGathers(_Gathers):
-    """Gathers of weights that linear(fp8=) rounds with delayed scales, which all ranks know.
-
-    Args:
-        codes: (range in the bucket, rounding) of each weight, with common scales.
-    Wire: per rank (W - 1) * one byte per element of its slice.
-    """
-
-    def __init__(
-        self, inner: Collectives, worker: Worker, codes: Sequence[tuple[slice, Fp8]]
-    ) -> None:
-        super().__init__(inner, worker, "codes of 8-bit products")
-        self._scales: Any = codes[0][1].scales
-        self._weights = codes
-
-    def sent_bytes(self, op: str, n_bytes: int, numel: int) -> int:
-        plain = super().sent_bytes(op, n_bytes, numel)
-        return plain * numel // n_bytes if self._scales.steps else plain
-
-    def _gather(self, out: Tensor, x: Tensor, tag: int) -> Rest:
-        n = x.numel()
-        own, first = torch.zeros(n, dtype=torch.uint8, device=x.device), self.rank * n
-        scales = torch.zeros(out.numel() // _RUN, device=x.device, dtype=torch.float32)
-        for place, how in self._weights:
-            scale = self._scales.scale(how.layer, WEIGHT, x.device)
-            if scale is None:  # products do not round yet
-                return started(self.inner.all_gather(out, x, async_op=True, tag=tag)).wait
-            scales[place.start // _RUN : -(-place.stop // _RUN)] = scale
-            mine = slice(*(min(max(end - first, 0), n) for end in (place.start, place.stop)))
-            own[mine] = how.round_part(x[mine], self.world_size)
-        handle, whole = _gather_rows(self.inner, own, tag)
-        exact = torch.float32 if x.dtype == torch.float64 else x.dtype  # codes have 4 bits
-
-        def rest() -> None:
-            handle.wait()
-            of = scales.view(self.world_size, -1)
-            for row, scale, part in zip(whole, of, out.view(self.world_size, -1)):
-                numbers = row.view(torch.float8_e4m3fn)
-                part.copy_(dequantize_blockwise(numbers, scale, out_dtype=exact, block=_RUN))
-
-        return rest
-
-
-def rounded_weights(model: nn.Module) -> dict[nn.Parameter, Fp8]:
-    """Weight -> rounding, of weights that 8-bit products round with delayed scales."""
-    layers = [m for m in model.modules() if isinstance(getattr(m, "fp8", None), Fp8)]
-    found: dict[Any, Any] = {m.weight: m.fp8 for m in layers}
-    return {p: how for p, how in found.items() if how.scales is not None}
-
-
-class Unsent:
-    """The unsent rest of a bucket's compressed gradients; see "Error feedback" above.
-
-    Args:
-        group: reduces them; own: this rank's slice of [P].
-        places: ranges of the parameters; a block may reach from the end of one to the next start.
-    Attributes:
-        inside: the rest lies in the memory of the gradients, and new ones are added to it.
-    """
-
-    def __init__(
-        self, group: Collectives | None, own: slice, numel: int, places: Sequence[slice]
-    ) -> None:
-        self._group, self._own, self.inside = group, own, False
-        starts = [*(place.start for place in places[1:]), numel]
-        pads = [(p.stop, start) for p, start in zip(places, starts) if p.stop < start]
-        self._pads = pads if isinstance(group, CompressedSums) else []
-
-    def open(self, grad: Tensor) -> None:
-        """Prepare memory for the first of new gradients."""
-        if self.inside:
-            grad[self._own].zero_()
-
-    def fill(self, grad: Tensor) -> None:
-        """Zero the padding after the last gradient."""
-        for start, stop in self._pads:
-            grad[start:stop].zero_()
-
-    def close(self) -> None:
-        """Note that they were sent."""
-        self.inside = self._group is not None and self._group.leaves_rest
-
-    def skip(self, view: Tensor) -> None:
-        """Handle a parameter without a gradient: only its rest is sent."""
-        if not self.inside:
-            view.zero_()
-
-    def drop(self, views: Iterable[Tensor]) -> None:
-        """Drop gradients that were added, together with their rest."""
-        for view in views if self.inside else ():
-            view.zero_()
-
-    @property
-    def buffer(self) -> Tensor | None:
-        """[P] memory for the rest, if it is separate."""
-        return None if self._group is None else self._group.error
-
-    def of(self, grad: Tensor | None, place: slice) -> Tensor | None:
-        """The rest of a parameter, for a checkpoint; None: none is kept."""
-        kept = grad if self.inside else self.buffer
-        return None if kept is None else kept[place]
-
-    def restore(self, grad: Tensor | None, place: slice, values: Tensor) -> None:
-        """Restore the result of of()."""
-        self.close()
-        if (kept := self.of(grad, place)) is not None:
-            kept.copy_(values)
-
-
 class Encoders:
     """The wire formats of the buckets of one model.
 
     Args:
-        gradients: one of OF_GRADIENTS; weights: of OF_WEIGHTS, None: unchanged.
-        feedback: keep the errors of gradients.
+        gradients: one of OF_GRADIENTS; weights: of FORMATS, None: unchanged.
         rank: for the random bits: among all ranks with the same parameters.
-        codes: parameter number -> rounding, of parameters that are gathered as 8-bit codes.
     """
 
-    def __init__(
-        self,
-        gradients: str,
-        weights: str | None,
-        feedback: bool,
-        rank: int,
-        codes: Mapping[int, Fp8],
-    ) -> None:
-        self._gradients, self.codes = FORMATS.get(gradients), codes
+    def __init__(self, gradients: str, weights: str | None, rank: int) -> None:
+        self._gradients = FORMATS.get(gradients)
         self._weights = FORMATS.get(weights or "")
-        self._feedback, self._rank = feedback, rank
+        self._rank = rank
         self._workers: dict[int, Worker] = {}
 
     def _worker(self, inner: Collectives) -> Worker:
@@ -610,45 +365,16 @@ class Encoders:
         *,
         again: Collectives | None = None,
         exact: int = 0,
-        numel: int = 0,
-        in_place: bool = False,
-        nodes: tuple[Collectives, Collectives] | None = None,
     ) -> Collectives | None:
-        """Collectives of the gradients of bucket `index`; other arguments as in CompressedSums.
-
-        Args:
-            numel: of a buffer for errors; in_place: no buffer is needed.
-            nodes: as in NodeSums, if each of them has several ranks.
-        """
+        """Collectives of the gradients of bucket `index`; other arguments as in CompressedSums."""
         if inner is None or inner.world_size == 1 or self._gradients is None:
             return inner
-        keep, error = self._feedback, None
-        if keep and not in_place and numel:
-            error = torch.zeros(numel, device=inner.device, dtype=torch.float32)
-        make = CompressedSums if nodes is None else functools.partial(NodeSums, nodes=nodes)
-        return make(
-            inner,
-            self._gradients,
-            self._worker(inner),
-            again=again,
-            exact=exact,
-            error=error,
-            leaves_rest=keep and in_place,
-            key=(index, self._rank),
-        )
+        worker, key = self._worker(inner), (index, self._rank)
+        return CompressedSums(inner, self._gradients, worker, again=again, exact=exact, key=key)
 
-    def gathers(
-        self,
-        inner: Collectives | None,
-        dtype: torch.dtype,
-        codes: Sequence[tuple[slice, Fp8]] = (),
-    ) -> Collectives | None:
-        """Collectives of the weights of a bucket of that dtype; codes: as in CodeGathers."""
+    def gathers(self, inner: Collectives | None, dtype: torch.dtype) -> Collectives | None:
+        """Collectives of the weights of a bucket of that dtype."""
         form = self._weights
-        if inner is None or inner.world_size == 1:
-            return inner
-        if codes:
-            return CodeGathers(inner, self._worker(inner), codes)
-        if form is None or form.dtype == dtype:
+        if inner is None or inner.world_size == 1 or form is None or form.dtype == dtype:
             return inner
         return CompressedGathers(inner, self._worker(inner), form)

@@ -212,14 +212,14 @@ def _absent(tree: Any) -> Iterator[Absent]:
     return (x for x in _tensors(tree) if isinstance(x, Absent))
 
 
-def engine_of(p: Tensor) -> Any:
+def engine_of_parameter(p: Tensor) -> Any:
     """The engine of a parameter, None if it has none."""
     link = getattr(p, "_fastpar_engine", None)
     return None if link is None else link.target
 
 
 def engines_of(params: Iterable[Tensor]) -> list[Any]:
-    """engine_of() each of them."""
+    """engine_of_parameter() each of them."""
     links = [getattr(p, "_fastpar_engine", None) for p in params]
     return [None if link is None else link.target for link in links]
 
@@ -263,12 +263,12 @@ def _on_gradients(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _name_of(p: Tensor) -> str:
-    engine = engine_of(p)
+    engine = engine_of_parameter(p)
     return "?" if engine is None else engine.shards.name_of(p)
 
 
 def _ranks_of(p: Tensor) -> tuple[int, int]:
-    engine = engine_of(p)
+    engine = engine_of_parameter(p)
     if engine is None:
         return 0, 1
     bucket = engine.shards.bucket_of(p)
@@ -332,13 +332,13 @@ class AbsentParameter(nn.Parameter):
 
 def _gather(p: AbsentParameter) -> bool:
     """Gather p if a pass runs; returns whether one does."""
-    gathers = getattr(engine_of(p), "gathers", None)
+    gathers = getattr(engine_of_parameter(p), "gathers", None)
     return gathers is not None and gathers.use(p)
 
 
 def _weight(x: Any) -> Any:
     """What a forward computes with in place of a parameter that was gathered; see bucket.py."""
-    if not isinstance(x, nn.Parameter) or (engine := engine_of(x)) is None:
+    if not isinstance(x, nn.Parameter) or (engine := engine_of_parameter(x)) is None:
         return x
     bucket, position = engine.shards.places.get(x, (None, 0))
     return x if bucket is None else bucket.weight(position)
@@ -531,7 +531,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 def _refuse_sharded(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     params = (p for group in optimizer.param_groups for p in group["params"])
-    for engine in map(engine_of, params):
+    for engine in map(engine_of_parameter, params):
         if engine is None:
             continue
         engine.partials.check()

@@ -42,25 +42,22 @@ are the same on all ranks.
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import functools
 import itertools
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fastpar.comm.collectives import DONE, Collectives, Handle, PairwiseSum, started
-from fastpar.comm.wires import Encoders, Unsent
+from fastpar.comm.wires import CompressedSums, Encoders
 from fastpar.engine.absent import AbsentParameter, Marks
 from fastpar.files.tensor_file import FLOATS
 from fastpar.settings.parallel import Parallel
-from fastpar.sharding.layout import Bucket, Layout, Slot
+from fastpar.sharding.layout import Bucket, Layout
 
 PhaseT = TypeVar("PhaseT", bound=enum.Enum)
 
@@ -192,7 +189,6 @@ class BucketGroups:
         copies: the ranks that own the same shard in the other replicas.
         again: the same ranks as reduce, for the second half of a compressed all-reduce.
         node: the ranks of gather on this node; see "Secondary shards" above.
-        nodes: the ranks of reduce on this node, and those with the same number on each node.
     """
 
     reduce: Collectives | None = None
@@ -200,26 +196,14 @@ class BucketGroups:
     copies: Collectives | None = None
     again: Collectives | None = None
     node: Collectives | None = None
-    nodes: tuple[Collectives, Collectives] | None = None
 
-    def on_wires(
-        self, wires: Encoders, spec: Bucket, slots: Sequence[Slot], stage: Stage
-    ) -> BucketGroups:
-        """The same groups with the wire formats of one bucket; slots: of its parameters."""
+    def on_wires(self, wires: Encoders, spec: Bucket, stage: Stage) -> BucketGroups:
+        """The same groups with the wire formats of one bucket."""
         index, flags = spec.index, spec.numel - spec.used_start
-        exact, in_place = (0, not stage.frees_gradients) if stage.shards else (flags, False)
-        codes = [(slice(s.start, s.stop), wires.codes[s.registered]) for s in slots if spec.rounded]
+        exact = 0 if stage.shards else flags
         return BucketGroups(
-            wires.sums(
-                self.reduce,
-                index,
-                again=self.again,
-                exact=exact,
-                numel=spec.numel,
-                in_place=in_place,
-                nodes=self.nodes,
-            ),
-            wires.gathers(self.gather, spec.dtype, codes),
+            wires.sums(self.reduce, index, again=self.again, exact=exact),
+            wires.gathers(self.gather, spec.dtype),
             wires.sums(self.copies, index),
             node=self.node,
         )
@@ -231,100 +215,20 @@ _FIRST = 2**63
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, start: Tensor, weights: weakref.ref[BucketWeights]) -> Any:
-        ctx.weights = weights  # weak: autograd's references are unknown to the garbage collector
+    def forward(ctx: Any, start: Tensor, bucket_ref: weakref.ref[BucketState]) -> Any:
+        ctx.bucket_ref = bucket_ref  # weak: the garbage collector knows no references of autograd
         ctx.set_materialize_grads(False)
-        made = weights()
-        assert made is not None
-        pairs = zip(made.params, made.views)  # gathers are no changes that autograd may count
+        bucket = bucket_ref()
+        assert bucket is not None
+        pairs = zip(bucket.params, bucket.views)  # gathers are no changes that autograd may count
         return tuple(v.data if type(p) is AbsentParameter else p.detach() for p, v in pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
-        weights = ctx.weights()
-        if weights is not None:
-            weights.collect(grads)
+        bucket = ctx.bucket_ref()
+        if bucket is not None:
+            bucket.collect(bucket, grads)
         return None, None
-
-
-class BucketWeights:
-    """The weights of a bucket as forwards read them.
-
-    Args:
-        params, views: of the bucket.
-        places: (`module._parameters`, name, position of the parameter) of each use.
-        collect: receives the gradients of a backward, None where a weight has none.
-    """
-
-    def __init__(
-        self,
-        params: list[nn.Parameter],
-        views: list[Tensor],
-        places: list[tuple[dict[str, Any], str, int]],
-        collect: Any,
-    ) -> None:
-        self.params, self.views, self._places, self.collect = params, views, places, collect
-        self._hooks = [_hooks_of(p) for p in params]
-        self._stream: Any = None
-        self.outputs: tuple[Tensor, ...] = ()
-        self._usable: list[bool] = []
-        self._is_lent = False
-
-    def _make(self) -> None:
-        """Make the node, on the current stream: its backward will run there."""
-        device = self.views[0].device
-        if device.type == "cuda":
-            self._stream = torch.cuda.current_stream(device)
-        start = torch.zeros((), dtype=torch.float32, device=device, requires_grad=True)
-        with torch.enable_grad():
-            self.outputs = _Node.apply(start, weakref.ref(self))
-        self.outputs[0].grad_fn._set_sequence_nr(_FIRST)  # type: ignore[union-attr]
-        for p, output in zip(self.params, self.outputs):
-            output.__class__ = nn.Parameter  # for code that looks
-            # It keeps the parameter, and so the engine, while no module does.
-            output.fastpar_parameter = p  # type: ignore[attr-defined]
-            for name in ("fastpar_place", "fastpar_wide_place"):
-                if hasattr(p, name):
-                    setattr(output, name, getattr(p, name))
-
-    def lend(self, *, shown: bool) -> None:
-        """Give modules the node's outputs, of parameters that are in their places.
-
-        Args:
-            shown: the parameters are views of the bucket, if nothing has moved them.
-        """
-        stream = None if self._is_lent else self._stream  # modules may have the present outputs
-        if not self.outputs or (stream and stream != torch.cuda.current_stream(stream.device)):
-            self._make()
-        self._is_lent = True
-        with torch._C.DisableTorchFunctionSubclass():
-            usable = self._usable = [
-                p.requires_grad
-                and not (shown and (view.data_ptr() != p.data_ptr() or view.dtype is not p.dtype))
-                and len(p._backward_hooks or ()) == before
-                and len(p._post_accumulate_grad_hooks or ()) == after
-                for p, view, (before, after) in zip(self.params, self.views, self._hooks)
-            ]  # fmt: skip
-        for parameters, name, position in self._places:
-            if usable[position] and parameters.get(name) is self.params[position]:
-                parameters[name] = self.outputs[position]
-
-    def weight(self, position: int) -> Tensor:
-        """What forwards use after lend()."""
-        return (self.outputs if self._usable[position] else self.params)[position]
-
-    def take_back(self) -> dict[int, Tensor]:
-        """Give modules their parameters again; returns other memory that a forward gave them."""
-        self._is_lent, moved = False, {}
-        for parameters, name, position in self._places:
-            output = self.outputs[position]
-            if parameters.get(name) is output:
-                parameters[name] = self.params[position]
-                if output.data_ptr() != self.views[position].data_ptr():
-                    moved[position] = output.data
-        if moved:
-            self.outputs = ()
-        return moved
 
 
 def _hooks_of(p: Any) -> tuple[int, int]:
@@ -389,6 +293,14 @@ class Storage:
 ON_DEVICE = Storage()
 
 
+class Piece(NamedTuple):
+    """This rank's shard of one parameter: [S] elements from `start` on; at stage 0 all of it."""
+
+    param: Tensor
+    grad: Tensor | None
+    start: int
+
+
 class BucketState:
     """One bucket; the engine decides when what happens.
 
@@ -399,6 +311,7 @@ class BucketState:
         shard: [S] this rank's shard of the newest parameters.
         stepped: [S] what an optimizer changes: shard, or its counterpart on the host.
         live: whether flat has the values; shown: whether the parameters are views of flat.
+        rounds: whether forwards use other values than those that are stepped.
         hides: parameters stay placeholders, as the forwards of this step use the node's outputs.
         rank: among the ranks that shard one replica.
         separate: whether shard has memory of its own.
@@ -407,7 +320,7 @@ class BucketState:
         groups: that exchange it; device: where it lies.
         phase: of its gradients in this backward; changed by enter() only.
         wire_dtype: of gradients between ranks.
-        grad: [P] gradients of this rank, None while they are freed.
+        grad: [P] gradients of this rank, None while they are freed; grad_views: each parameter's.
         reduced: [S] ([P] at stage 0) mean over the ranks, None until the first of a step.
     """
 
@@ -439,6 +352,7 @@ class BucketState:
         self.flat = self._empty(shared, spec.numel, spec.dtype).zero_()
         self.views = [self.flat[s.start : s.stop].view(s.spec.shape) for s in self.slots]
         self.shard = self.flat[self.own] if stage.shards else self.flat
+        self.rounds = groups.gather is not None and groups.gather.rounds
         self.separate = stage.frees_parameters or self.rounds
         if self.separate:
             self.shard = self._empty(groups.gather, spec.shard_numel, spec.dtype)
@@ -454,7 +368,12 @@ class BucketState:
         self.shown = False
         self.hides = False
         self.gathering: Handle | None = None
-        self.weights: BucketWeights | None = None  # None: modules use the parameters themselves
+        self.collect: Any = None  # called with itself and the gradients of its node
+        self._uses: list[tuple[dict[str, Any], str, int]] = []
+        self._hooks: list[tuple[int, int]] = []
+        self._outputs: tuple[Tensor, ...] = ()  # of its node
+        self._usable: list[bool] = []  # which of them forwards may use
+        self._stream: Any = None
         self._lent = False
         self.node_is_due = False  # a forward since the last step used outputs of its node
         self.used_directly = False  # a parameter, not by its module: its gradient comes by itself
@@ -464,24 +383,25 @@ class BucketState:
         self.wire_dtype = settings.reduce_dtype or self.grad_dtype
         self.casts = self.grad_dtype != spec.dtype
         self.grad: Tensor | None = None
+        self.grad_views: list[Tensor] = []
         if not stage.frees_gradients:
-            self.grad = self._empty(groups.reduce, spec.numel, self.grad_dtype)
+            self._set_grad(self._empty(groups.reduce, spec.numel, self.grad_dtype))
         self.grad_shard: Tensor | None = self._new_shard() if stage.frees_gradients else None
         self.has: set[int] = set()  # positions with a gradient of this rank in `grad`
         self.seen: set[int] = set()  # positions with a gradient since zero_grad(), also reduced
         self.unreduced: PairwiseSum | None = None  # earlier micro-batches that were not reduced
         self.reduced: Tensor | None = None
         self._reductions: PairwiseSum | None = None
-        self._tree_ms = 0.0
-        places = [slice(s.start, s.stop) for s in self.slots]
-        self.unsent = Unsent(groups.reduce, self.own, spec.numel, places)
+        # A block of codes may reach from the end of a parameter to the start of the next.
+        ends = [*(s.start for s in self.slots[1:]), spec.numel]
+        pads = [slice(s.stop, end) for s, end in zip(self.slots, ends) if s.stop < end]
+        self._pads = pads if isinstance(groups.reduce, CompressedSums) else []
         self._piece_views: tuple[Tensor | None, list] | None = None  # of reduced; of piece()
         self._aside = False
         self.marks = Marks(params, self.name, (rank, spec.n_shards))
         self._version = -1  # of `grad`, when remember() was called
         self._marked_version = -1  # of `grad`, when mark() was
         self._zeroed = set(range(len(params)))  # positions without a gradient on any rank
-        self._began_empty = True  # whether the last backward began without gradients
         self.sources = None if sources is None else sources(self)
         if self.casts and not stage.shards:
             for p, view in zip(params, self.grad_views):
@@ -516,11 +436,6 @@ class BucketState:
         self._point()
 
     @property
-    def rounds(self) -> bool:
-        """Whether forwards use other values than those that are stepped."""
-        return self.groups.gather is not None and self.groups.gather.rounds
-
-    @property
     def exact(self) -> bool:
         """Whether the parameters have the values that are stepped."""
         return self.live and self.gathered_exact
@@ -550,24 +465,20 @@ class BucketState:
             self.storage.await_weights(self)
             self.log.wait(self.gathering, "gathering", self.spec.index)
             self.gathering = None
-            self._keep_secondary()
+            node, mine = self.groups.node, self.secondary
+            of_all = not (self.kept or (self.rounds and self.gathered_exact))
+            if node is not None and mine is not None and of_all:  # see "Secondary shards" above
+                mine.copy_(self.flat.view(node.world_size, -1)[node.rank])
+                self.kept = True
             self.make_live()
-
-    def _keep_secondary(self) -> None:
-        """Keep the result of a gather over all ranks; see "Secondary shards" above."""
-        node, mine = self.groups.node, self.secondary
-        if node is None or mine is None or self.kept or (self.rounds and self.gathered_exact):
-            return
-        mine.copy_(self.flat.view(node.world_size, -1)[node.rank])
-        self.kept = True
 
     def make_live(self) -> None:
         """Note that flat has the values; lends them, or makes parameters views of it."""
         self.live = True
         if not self.hides:
             self.show()
-        if self._lent and self.weights is not None:
-            self.weights.lend(shown=self.shown)
+        if self._lent:
+            self._lend(again=False)
 
     def show(self) -> None:
         """Make parameters views of flat, now or when it is live, in this step."""
@@ -585,28 +496,78 @@ class BucketState:
             p.data = view
         self.shown = True
 
+    # Its node
+
+    def connect(self, uses: list[tuple[dict[str, Any], str, int]], collect: Any) -> None:
+        """Have a node from now on.
+
+        Args:
+            uses: (`module._parameters`, name, position of the parameter) of each.
+            collect: called with this bucket and the gradients of a backward, None where there is
+                none.
+        """
+        self._uses, self.collect, self.hides = uses, collect, self.stage.shards
+        self._hooks = [_hooks_of(p) for p in self.params]
+
     def lend(self) -> None:
-        """Give modules the outputs of its node, now or when it is live, until take_back()."""
-        if self.weights is None:
-            self.show()
-            return
-        self._lent = self.node_is_due = True
+        """Give modules the outputs of its node, now or when it is live, until take_back(): of
+        parameters that are in their places."""
+        again, self._lent, self.node_is_due = self._lent, True, True
         if self.live:
-            self.weights.lend(shown=self.shown)
+            self._lend(again=again)
+
+    def _lend(self, *, again: bool) -> None:
+        """again: modules may have the present outputs."""
+        stream = None if again else self._stream
+        if not self._outputs or (stream and stream != torch.cuda.current_stream(stream.device)):
+            self._make_node()
+        shown = self.shown  # views of flat, if nothing has moved them
+        with torch._C.DisableTorchFunctionSubclass():
+            usable = self._usable = [
+                p.requires_grad
+                and not (shown and (view.data_ptr() != p.data_ptr() or view.dtype is not p.dtype))
+                and len(p._backward_hooks or ()) == before
+                and len(p._post_accumulate_grad_hooks or ()) == after
+                for p, view, (before, after) in zip(self.params, self.views, self._hooks)
+            ]  # fmt: skip
+        for parameters, name, position in self._uses:
+            if usable[position] and parameters.get(name) is self.params[position]:
+                parameters[name] = self._outputs[position]
+
+    def _make_node(self) -> None:
+        """Make the node, on the current stream: its backward will run there."""
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self.device)
+        start = torch.zeros((), dtype=torch.float32, device=self.device, requires_grad=True)
+        with torch.enable_grad():
+            self._outputs = _Node.apply(start, weakref.ref(self))
+        self._outputs[0].grad_fn._set_sequence_nr(_FIRST)  # type: ignore[union-attr]
+        for p, output in zip(self.params, self._outputs):
+            output.__class__ = nn.Parameter  # for code that looks
+            # It keeps the parameter, and so the engine, while no module does.
+            vars(output).update(vars(p), fastpar_parameter=p)
 
     def weight(self, position: int) -> Tensor:
         """What a forward uses now: an output of its node, or the parameter."""
-        if self._lent and self.live and self.weights is not None:
-            return self.weights.weight(position)
-        return self.params[position]
+        lent = self._lent and self.live and self._usable[position]
+        return (self._outputs if lent else self.params)[position]
 
     def take_back(self) -> None:
         """End lend()."""
-        if self._lent and self.weights is not None:
-            self._lent = False
-            for position, moved in self.weights.take_back().items():
-                self.show()
-                self.params[position].data = moved  # which the engine's checks refuse
+        if not self._lent:
+            return
+        self._lent, moved = False, {}
+        for parameters, name, position in self._uses if self._outputs else ():
+            output = self._outputs[position]
+            if parameters.get(name) is output:
+                parameters[name] = self.params[position]
+                if output.data_ptr() != self.views[position].data_ptr():
+                    moved[position] = output.data
+        if moved:
+            self._outputs = ()
+        for position, memory in moved.items():
+            self.show()
+            self.params[position].data = memory  # which the engine's checks refuse
 
     def make_stale(self) -> None:
         """Mark parameters as out of date, at stage 3 free them; see "Stale parameters" above."""
@@ -624,7 +585,8 @@ class BucketState:
 
     def _hide(self) -> None:
         self.shown = False
-        nan = self._nan(self.spec.dtype)
+        # A new one: a parameter with one element could be written in place.
+        nan = torch.full((), float("nan"), dtype=self.spec.dtype, device=self.device)
         self._placeholders = [nan.expand(shape) for shape in self._shapes]
         for p, placeholder in zip(self.params, self._placeholders):
             p.data = placeholder
@@ -633,8 +595,7 @@ class BucketState:
 
     def new_memory(self) -> list[tuple[int, Tensor]]:
         """(position, copy of the values) of live parameters whose p.data was replaced."""
-        moved = [i for i in range(len(self.params)) if not self.is_in_place(i)]
-        return [(i, self.params[i].data.clone()) for i in moved]
+        return [(i, self.params[i].data.clone()) for i in self._moved()]
 
     def take_memory(self, position: int, new: Tensor) -> str | None:
         """Copy such values into the old memory; returns an error message if they do not fit."""
@@ -659,35 +620,29 @@ class BucketState:
             self.stepped.copy_(self.shard)
         self.kept = False
 
-    def _nan(self, dtype: torch.dtype) -> Tensor:
-        """A new nan: a parameter with one element could be written in place."""
-        return torch.full((), float("nan"), dtype=dtype, device=self.device)
-
-    def is_in_place(self, position: int) -> bool:
-        """Whether the parameter still uses the bucket's memory, with the same layout."""
-        view = self.views[position] if self.shown else self._placeholders[position]
-        p = self.params[position]
-        same = p.data_ptr() == view.data_ptr() and p.dtype == view.dtype
-        return same and p.shape == view.shape and p.stride() == view.stride()
+    def _moved(self) -> list[int]:
+        """Positions of parameters that do not use the bucket's memory, with the same layout. Absent
+        ones refuse other memory."""
+        places = zip(self.params, self.views if self.shown else self._placeholders)
+        return [
+            i
+            for i, (p, view) in enumerate(places)
+            if type(p) is not AbsentParameter and not (
+                p.data_ptr() == view.data_ptr() and p.dtype is view.dtype
+                and p.shape == view.shape and p.stride() == view.stride()
+            )
+        ]  # fmt: skip
 
     def check(self) -> None:
         """Raise RuntimeError if a parameter was given other memory."""
-        if not self.shown:
-            found = [type(p) is AbsentParameter for p in self.params]  # refuse other memory
-        else:
-            found = [
-                p.data_ptr() == view.data_ptr() and p.dtype is view.dtype
-                and p.shape == view.shape and p.stride() == view.stride()
-                for p, view in zip(self.params, self.views)
-            ]  # fmt: skip
-        for position, p in () if all(found) else enumerate(self.params):
-            if not self.is_in_place(position):
-                raise RuntimeError(
-                    f"Engine: parameter '{self.name(position)}' left its flat buffer (now dtype="
-                    f"{p.dtype}, shape={list(p.shape)}, device={p.device}); call module.to() "
-                    "before fastpar.parallelize, and write values inside "
-                    "`with fastpar.engine_of(model).gathered():`"
-                )
+        for position in self._moved():
+            p = self.params[position]
+            raise RuntimeError(
+                f"Engine: parameter '{self.name(position)}' left its flat buffer (now dtype="
+                f"{p.dtype}, shape={list(p.shape)}, device={p.device}); call module.to() "
+                "before fastpar.parallelize, and write values inside "
+                "`with fastpar.engine_of(model).gathered():`"
+            )
 
     def check_grad(self, position: int, grad: Tensor) -> None:
         """Refuse sparse gradients, and gradients with a graph."""
@@ -709,29 +664,25 @@ class BucketState:
         """Change the phase; raises RuntimeError if it may not follow the present one."""
         self.phase = checked(f"bucket {self.spec.index}", self.phase, phase, BUCKET_PHASES)
 
-    def be_idle(self) -> None:
-        """End the backward or the reduction."""
-        if self.phase is not BucketPhase.IDLE:
-            self.enter(BucketPhase.IDLE)
-
     @property
     def grad_bytes(self) -> int:
         """Bytes of the whole gradients."""
         return self.spec.numel * self.grad_dtype.itemsize
 
-    def piece(self, position: int) -> tuple[Tensor, Tensor | None, int]:
-        """(values, reduced gradient, first element) of this rank's piece of a parameter."""
-        return self.all_pieces()[position]
-
-    def all_pieces(self) -> list[tuple[Tensor, Tensor | None, int]]:
-        """piece() of all."""
+    def all_pieces(self) -> list[Piece]:
+        """This rank's piece of each parameter."""
+        if not self.stage.shards:
+            values: Iterable[Tensor] = self.params
+            if self.stepped is not self.shard:
+                values = (self.slot_of(self.stepped, i) for i in range(len(self.params)))
+            return [Piece(x, self.grad_of(i), 0) for i, x in enumerate(values)]
         if self._piece_views is None or self._piece_views[0] is not self.reduced:
             views = []
             for slot, (start, stop) in zip(self.slots, self.pieces):
                 at = slot.start + start - self.own.start
                 place = slice(at, at + stop - start)
                 grad = None if self.reduced is None else self.reduced[place]
-                views.append((self.stepped[place], grad, start))
+                views.append(Piece(self.stepped[place], grad, start))
             self._piece_views = self.reduced, views  # of a stage >= 2, the same in every step
         return self._piece_views[1]
 
@@ -739,24 +690,11 @@ class BucketState:
         """Take reduced gradients on the host; frees those on the device."""
         self.reduced, self.grad_shard, self._piece_views = grads, None, None
 
-    @functools.cached_property
-    def grad_views(self) -> list[Tensor]:
-        """Each parameter's slice of `grad`, if `grad` is kept."""
-        return [self.slot_of(self.grad, i) for i in range(len(self.slots))]
-
-    def grad_view(self, position: int) -> Tensor:
-        """A parameter's slice of `grad`."""
-        if not self.stage.frees_gradients:
-            return self.grad_views[position]
-        return self.slot_of(self.grad, position)
-
-    def _all_grad_views(self) -> Sequence[Tensor]:
-        """grad_view() of all."""
-        if not self.stage.frees_gradients:
-            return self.grad_views
-        assert self.grad is not None
-        parts = self.grad.split_with_sizes(self._sizes)
-        return [part.view(shape) for part, shape in zip(parts[::2], self._shapes)]
+    def _set_grad(self, grad: Tensor | None) -> None:
+        self.grad, self.grad_views = grad, []
+        if grad is not None:
+            parts = grad.split_with_sizes(self._sizes)
+            self.grad_views = [part.view(shape) for part, shape in zip(parts[::2], self._shapes)]
 
     def take(self, position: int, given: Tensor | None = None) -> bool:
         """Copy a parameter's .grad, or a given gradient, into the bucket; returns taken()."""
@@ -781,9 +719,8 @@ class BucketState:
             self.check_grad(position, grad)
         if self.grad is None or not self.has:
             self.open_grad()
-        view = self.grad_view(position)
+        view = self.grad_views[position]
         if self.stage.shards or self.casts:
-            again = again or self.unsent.inside
             p.grad = None
         else:
             again = again and given is not None  # else autograd has added it
@@ -797,21 +734,20 @@ class BucketState:
         self.seen.add(position)
 
     def take_all(self, grads: Sequence[Tensor | None]) -> bool:
-        """Copy the gradients of its node into the bucket; returns whether it became ready."""
+        """Take the gradients of its node into the bucket; returns whether it became ready."""
         given = [i for i, grad in enumerate(grads) if grad is not None]
         if self._are_usual(given, grads):
             self.open_grad()
-            views = self._all_grad_views()
-            if len(given) < len(views):
-                views = [views[i] for i in given]
-            there = [g for g in grads if g is not None]
-            # The others were computed in place: gradients.py, Places.
-            if pairs := [(v, g) for v, g in zip(views, there) if v.data_ptr() != g.data_ptr()]:
-                torch._foreach_copy_([v for v, _ in pairs], [g for _, g in pairs])
-            if not (self.stage.shards or self.casts):
-                for i, view in zip(given, views):
-                    self.params[i].grad = view
-            self.has.update(given)
+            views, kept = self.grad_views, not (self.stage.shards or self.casts)
+            again = [i for i in given if i in self.has]
+            first = [i for i in given if i not in self.has]
+            if again:
+                torch._foreach_add_([views[i] for i in again], [grads[i] for i in again])
+            if first:
+                torch._foreach_copy_([views[i] for i in first], [grads[i] for i in first])
+            for i in first if kept else ():
+                self.params[i].grad = views[i]
+            self.has.update(first)
             self.seen.update(given)
         else:
             for i in given:
@@ -822,20 +758,23 @@ class BucketState:
         return self._all_taken()
 
     def _are_usual(self, positions: list[int], grads: Sequence[Tensor | None]) -> bool:
-        """Whether these gradients are the first of the bucket, and can be copied as they are."""
-        if self.has or self.unsent.inside or self.phase in SENT:
+        """Whether these gradients can be copied, or added, as they are."""
+        if self.sources is not None or self.phase in SENT:
             return False
-        kept = not (self.stage.shards or self.casts)
-        if kept and [i for i in positions if self.params[i].grad is not None]:  # set by hand
-            return False
+        if not (self.stage.shards or self.casts):
+            by_hand = (i for i in positions if i not in self.has)
+            if any(self.params[i].grad is not None for i in by_hand):
+                return False
         there = [g for g in grads if g is not None]
         return not [g for g in there if g.requires_grad or g.layout is not torch.strided]
 
-    def grad_place(self, position: int) -> Tensor | None:
-        """Memory in which a gradient can be computed; None if take() has to add or cast it."""
+    def grad_place(self, position: int) -> tuple[Tensor, bool]:
+        """Memory for a gradient, which is there from now on, and whether to add to it."""
         self.open_grad()
-        first = not self.unsent.inside and position not in self.has
-        return self.grad_view(position) if first and self.grad_dtype == self.spec.dtype else None
+        add = position in self.has
+        self.has.add(position)
+        self.seen.add(position)
+        return self.grad_views[position], add
 
     def taken(self, position: int) -> bool:
         """Note a gradient; returns whether it was the last that the bucket waited for."""
@@ -856,23 +795,22 @@ class BucketState:
     def open_grad(self) -> None:
         """Allocate `grad` before it is written; moves the sum so far out of its own slice."""
         if self.grad is None:
-            self.grad = torch.empty(self.spec.numel, dtype=self.grad_dtype, device=self.device)
+            self._set_grad(self._empty(None, self.spec.numel, self.grad_dtype))
         elif self.stage.shards and self.reduced is not None and not self.has:
             in_place = self.reduced.data_ptr() == self.grad[self.own].data_ptr()
             self.reduced = self.reduced.clone() if in_place else self.reduced
-        if self.grad is not None and not self.has:
-            self.unsent.open(self.grad)
 
     def fill_missing(self, *, flags: bool) -> list[int]:
         """Zero the slots without a gradient and set `used`; returns their positions."""
         self.open_grad()
         missing = []
         self._zeroed.clear()
-        self.unsent.fill(self.grad)  # type: ignore[arg-type]
+        for pad in self._pads:
+            self.grad[pad].zero_()  # type: ignore[index]
         for position in range(len(self.params)):
             if position not in self.has:
                 self.check_given(position)
-                self.unsent.skip(self.grad_view(position))
+                self.grad_views[position].zero_()
                 missing.append(position)
         if flags:
             used = self.used()
@@ -897,10 +835,9 @@ class BucketState:
         self.fill_missing(flags=False)
         if self.unreduced is None:
             self.unreduced = PairwiseSum()
-        with self._summing():
-            self.unreduced.push(self._micro_batch(clone=not self.stage.frees_gradients))
+        self.unreduced.push(self._micro_batch(clone=not self.stage.frees_gradients))
         if self.stage.frees_gradients:
-            self.grad = None
+            self._set_grad(None)
         self._forget_local()
 
     def add_local(self) -> None:
@@ -908,15 +845,14 @@ class BucketState:
         if self.unreduced is None and self.sources is None:
             return
         assert self.grad is not None
-        with self._summing():
-            total = self._micro_batch(clone=True)
-            if self.unreduced is not None:
-                self.unreduced.push(total)
-                total = self.unreduced.total()
-            if self.sources is not None:
-                self.sources.sum_into(self.grad[: self.spec.used_start], total)
-            else:
-                self.grad.copy_(total)
+        total = self._micro_batch(clone=True)
+        if self.unreduced is not None:
+            self.unreduced.push(total)
+            total = self.unreduced.total()
+        if self.sources is not None:
+            self.sources.sum_into(self.grad[: self.spec.used_start], total)
+        else:
+            self.grad.copy_(total)
         self.unreduced = None
 
     def _micro_batch(self, *, clone: bool) -> Tensor:
@@ -925,12 +861,6 @@ class BucketState:
             return self.sources.micro_batch(self.has)
         assert self.grad is not None
         return self.grad.clone() if clone else self.grad
-
-    @contextlib.contextmanager
-    def _summing(self) -> Iterator[None]:
-        self._tree_ms -= time.perf_counter() * 1e3
-        yield
-        self._tree_ms += time.perf_counter() * 1e3
 
     def _forget_local(self) -> None:
         self.has.clear()
@@ -953,13 +883,12 @@ class BucketState:
         if self.deterministic:
             if self._reductions is None or (not self.stage.shards and not self._aside):
                 self._reductions = PairwiseSum()
-            with self._summing():
-                self._reductions.push(result if self.stage.frees_gradients else result.clone())
-                self.reduced = result
-                if self.stage.frees_gradients:
-                    self.reduced = self._new_shard() if self.grad_shard is None else self.grad_shard
-                if self._reductions.count > 1 or self.stage.frees_gradients:
-                    self.reduced.copy_(self._reductions.total())
+            self._reductions.push(result if self.stage.frees_gradients else result.clone())
+            self.reduced = result
+            if self.stage.frees_gradients:
+                self.reduced = self._new_shard() if self.grad_shard is None else self.grad_shard
+            if self._reductions.count > 1 or self.stage.frees_gradients:
+                self.reduced.copy_(self._reductions.total())
             self._aside = False
         elif self.reduced is None or not self.stage.shards:
             self.reduced = result
@@ -967,7 +896,6 @@ class BucketState:
             self.reduced = self.reduced.add_(result)
         if self.stage.shards:
             self.has.clear()
-        self.unsent.close()
         self.free_grad()
 
     def forget_summands(self) -> None:
@@ -981,7 +909,7 @@ class BucketState:
         if self.stage.frees_gradients:
             if self.poison and self.grad is not None and self.spec.n_shards > 1:
                 self.grad.fill_(float("nan"))
-            self.grad = None
+            self._set_grad(None)
 
     @property
     def written_by_hand(self) -> bool:
@@ -1051,7 +979,6 @@ class BucketState:
     def _forget(self, positions: set[int]) -> None:
         """Drop the gradients of these; memory is written only if others have a gradient."""
         self._zeroed |= positions
-        self.unsent.drop(self.grad_view(i) for i in positions & self.has)
         self.seen -= positions
         self.has -= positions
         self.marks.drop(positions)
@@ -1064,26 +991,17 @@ class BucketState:
             self._piece_views = None  # they would keep it alive
         self.reduced = None
         if self.stage.frees_gradients:
-            self.grad = None
+            self._set_grad(None)
 
-    def begin_backward(self, *, stopped: bool, skipped: bool = False) -> None:
-        """Begin a backward.
-
-        Args:
-            skipped: the forward did not use these parameters.
-            stopped: the last backward stopped. If gradients are sharded and it was the first since
-                zero_grad(), its gradients are dropped: zero_grad() of the module misses them.
-        """
+    def begin_backward(self, *, skipped: bool = False) -> None:
+        """Begin a backward; skipped: the forward did not use these parameters."""
         self.enter(BucketPhase.COLLECTING)
         self._awaited = set(range(len(self.params)))
         if self.node_is_due:
             self._awaited.add(_NODE)
         if skipped:
             self.enter(BucketPhase.READY)
-        if stopped and self._began_empty and self.stage.shards:
-            self.zero_grad(True)
         self.marks.lift()
-        self._began_empty = not self.seen
         self._zeroed.clear()
 
     def mark(self, *, hidden: bool = True) -> None:
@@ -1122,7 +1040,6 @@ class BucketState:
         """Set a parameter's gradient to zero."""
         self._zeroed.add(position)
         if self.stage.shards:
-            self.unsent.drop(self.grad_view(i) for i in {position} & self.has)
             self.has.discard(position)
         elif (grad := self.grad_of(position)) is not None:  # or a placeholder, which may be zeroed
             grad.zero_()
@@ -1141,11 +1058,6 @@ class BucketState:
         if self.reduced is not None and self.stage.shards:
             self.storage.touch(self)
             self.reduced[part].zero_()
-
-    def take_tree_ms(self) -> float:
-        """Host time in fixed sums since the last call."""
-        ms, self._tree_ms = self._tree_ms, 0.0
-        return ms
 
     @property
     def tree_bytes(self) -> int:

@@ -30,12 +30,11 @@ from fastpar.axes import every
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import StepReport
-from fastpar.engine import absent
-from fastpar.engine.absent import Hook, Link
-from fastpar.engine.bucket import ON_DEVICE, BucketState, BucketWeights, Stage, checked
+from fastpar.engine.absent import Hook, Link, engine_of_parameter
+from fastpar.engine.bucket import ON_DEVICE, BucketState, checked
 from fastpar.engine.control import Control
 from fastpar.engine.debug import Debug, InputCheck, check_replicas
-from fastpar.engine.gathers import ROOT, Gathers, RootHook, may_be_compiled
+from fastpar.engine.gathers import ROOT, Gathers, RootHook
 from fastpar.engine.gradients import (
     STEP_PHASES,
     MicroBatches,
@@ -44,6 +43,7 @@ from fastpar.engine.gradients import (
     StepPhase,
 )
 from fastpar.engine.shards import Shards
+from fastpar.kernels.linear.weight_gradients import current_queue
 from fastpar.kernels.op import in_transform
 
 
@@ -60,13 +60,11 @@ class Engine:
         steps_pieces: whether optimizers step pieces, or memory elsewhere, instead of p with p.grad.
         phase: of the step; report: StepReport of the last step, None before it.
         tp_report: which layers are split along tp, and why; print it.
-        tree_ms: host time in the fixed sums of the last step.
         graph_task: autograd's number of the backward that runs, or that stopped; -1: none.
     """
 
     paused = False  # its hooks do nothing; see train/cuda_graphs.py
     on_phase: Callable[[str], None] = staticmethod(lambda name: None)  # see comm/recorder.py
-    adds = False  # autograd accumulates in the buckets; see pipeline_step.py
     recorder: Callable[[Tensor], tuple[Tensor, bool] | None] | None = None  # replaces Places
 
     def __init__(
@@ -99,7 +97,6 @@ class Engine:
         )
         self.report: StepReport | None = None
         self.tp_report = ""
-        self.tree_ms = 0.0
         self.phase = StepPhase.EMPTY
         self._before_backward = StepPhase.EMPTY  # the phase before the current backward
         self.graph_task = -1
@@ -115,32 +112,22 @@ class Engine:
             hides = self.settings.grad_dtype not in (None, p.dtype)
             if self.shares or self.settings.deterministic or hides:  # p.grad must be None before
                 p.register_hook(Hook(me, Engine.before_unit_backward))
-        self._lends = shards.stages is None  # a pipeline's backward passes use the hooks
-        if self._lends:
-            self._make_nodes()
+
+        def collect(bucket: BucketState, grads: tuple[Tensor | None, ...]) -> None:
+            if (engine := me()) is not None:
+                engine.on_node(bucket, grads)
+
+        shards.connect(collect)
         model = shards.model()
-        if self.gathers is None and self._lends and model is not None:
+        if self.gathers is None and model is not None:
             model.register_forward_pre_hook(RootHook(me, Engine._lend_all), prepend=True)
             model.register_forward_hook(RootHook(me, Engine._take_back_all), always_call=True)
 
-    def _make_nodes(self) -> None:
-        """Give each bucket its node; see bucket.py, [Note: nodes]."""
-        uses: dict[BucketState, list[tuple[dict[str, Any], str, int]]] = {}
-        for module, name, p in self.shards.owners():
-            bucket, position = self.shards.places[p]
-            uses.setdefault(bucket, []).append((module._parameters, name, position))
-        for bucket, places in uses.items():
-            if bucket.sources is None:  # they look at p.grad
-                collect = functools.partial(_collect, weakref.ref(self), weakref.ref(bucket))
-                bucket.weights = BucketWeights(bucket.params, bucket.views, places, collect)
-                bucket.hides = self.stage.shards
-
     @property
     def lends(self) -> bool:
-        """Whether modules get the nodes' outputs. Not those that torch.compile may have compiled:
-        it knows that parameters keep their memory."""
+        """Whether modules get the nodes' outputs."""
         grads = torch.is_grad_enabled() and not in_transform()
-        return self._lends and grads and not (self.shards.is_gathered or may_be_compiled())
+        return grads and not (self.shards.is_gathered or current_queue() is not None)
 
     def _lend_all(self, *args: Any) -> None:
         """Hook, without gathers: the model is called."""
@@ -166,22 +153,19 @@ class Engine:
         if torch._C._current_graph_task_id() != self.graph_task:
             self.before_unit_backward(fired=p)
         if bucket.take(position):
-            if self.gathers is not None:
-                self.gathers.release_bucket(bucket)
-            self.reducer.launch_ready()
+            self._send(bucket)
 
     def on_node(self, bucket: BucketState, grads: tuple[Tensor | None, ...]) -> None:
         """Backward of a bucket's node: all gradients of its uses in forwards."""
-        if self.paused:
-            for p, grad in zip(bucket.params, grads):
-                if grad is not None:
-                    p.grad = grad.clone() if p.grad is None else p.grad.add_(grad)
-            return
         self.before_unit_backward()
         if bucket.take_all(grads):
-            if self.gathers is not None:
-                self.gathers.release_bucket(bucket)
-            self.reducer.launch_ready()
+            self._send(bucket)
+
+    def _send(self, bucket: BucketState) -> None:
+        """All gradients of a bucket are there."""
+        if self.gathers is not None:
+            self.gathers.release_bucket(bucket)
+        self.reducer.launch_ready()
 
     def before_unit_backward(self, grad: Any = None, fired: Any = None) -> None:
         """Called before a unit's backward and for gradients: begins a backward if none runs."""
@@ -204,6 +188,10 @@ class Engine:
         stopped = self.graph_task != -1  # an earlier backward, before it sent anything
         self._forget_cleared(fired)
         self.reducer.reset()
+        # The gradients of the stopped one, without marks, were missed by a module's zero_grad().
+        left = stopped and self.stage.shards and self.phase is StepPhase.EMPTY
+        for bucket in self.buckets if left else ():
+            bucket.zero_grad(True)
         self.graph_task = task
         self._before_backward = self.phase
         self._enter(StepPhase.BACKWARD)
@@ -220,7 +208,7 @@ class Engine:
             self._active = [b for b in self.buckets if b.spec.part == part]
         for bucket in self._active:
             others = part not in (None, bucket.spec.part)
-            bucket.begin_backward(stopped=stopped, skipped=bucket.spec.unit in skipped or others)
+            bucket.begin_backward(skipped=bucket.spec.unit in skipped or others)
             if self.settings.deterministic and not others:
                 bucket.set_aside(anew=bucket in written)
         self.reducer.begin_backward(self._active, last=last, final=self.micro_batches.final)
@@ -385,7 +373,6 @@ class Engine:
         self._cleared.clear()
         if before is not StepPhase.STEPPED:
             self.log.n_steps += 1
-            self.tree_ms = sum(bucket.take_tree_ms() for bucket in self.buckets)
             self.report = self.log.timer.end_step()
             if self.debug.check_replicas:
                 self.check_replicas()
@@ -554,20 +541,13 @@ class Engine:
         text = f"zero_stage={self.stage.number}, tp={self.mesh.tp_size}"
         return text if self.shards.stages is None else f"{text}, pp={self.mesh.size('pp')}"
 
-    def wire_bytes(self) -> dict[str, int]:
-        """Bytes that this rank sends per backward and step, by kind."""
-        return _wire_bytes(self.shards, self._last_unit())
-
     def memory(self) -> dict[str, int]:
         """Bytes allocated on this rank, by kind."""
         return _memory(self.shards)
 
     def describe(self) -> str:
         """Text: units, buckets in launch order, shards, bytes by kind, collectives of a step."""
-        return _describe(self.shards, self._last_unit(), self.tree_ms)
-
-    def _last_unit(self) -> int:
-        return self.gathers.last_forward() if self.gathers is not None else -1
+        return _describe(self.shards, self.report)
 
     def check_replicas(self, optimizer: object = None, *, step: int | None = None) -> None:
         """Raise unless replicas hold the same bits. Ranks: all.
@@ -578,14 +558,6 @@ class Engine:
         """
         step = self.log.n_reductions if step is None else step
         check_replicas(self.shards, self.control_group, optimizer, step=step)
-
-
-def _collect(
-    engine_ref: weakref.ref[Engine], bucket_ref: weakref.ref[BucketState], grads: Any
-) -> None:
-    engine, bucket = engine_ref(), bucket_ref()
-    if engine is not None and bucket is not None:
-        engine.on_node(bucket, grads)
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -604,12 +576,7 @@ def engine_of(model: nn.Module) -> Engine:
     )
 
 
-def engine_of_parameter(parameter: Tensor) -> Engine | None:
-    """The engine of one parameter, None if it has none."""
-    return absent.engine_of(parameter)
-
-
-# Reports of memory and traffic
+# Reports
 
 _MIB = 2**20
 
@@ -625,99 +592,31 @@ def _memory(shards: Shards) -> dict[str, int]:
             kinds["parameters"] += bucket.flat.nbytes
         for kind, x in (("gradients", bucket.grad), ("gradient shards", bucket.grad_shard)):
             if x is not None:
-                kinds[kind] += x.numel() * x.element_size()
+                kinds[kind] += x.nbytes
     for kind, n in shards.storage.memory().items():
         kinds[kind] = kinds.get(kind, 0) + n
     kinds["partial sums"] = sum(bucket.tree_bytes for bucket in shards.buckets)
     for axis in every():
         for kind, n_bytes in axis.memory(shards).items():
             kinds[kind] = kinds.get(kind, 0) + n_bytes
-    kinds["frozen parameters"] = sum(p.numel() * p.element_size() for p in shards.frozen)
+    kinds["frozen parameters"] = sum(p.nbytes for p in shards.frozen)
     return kinds
 
 
-def _wire_bytes(shards: Shards, last_unit: int) -> dict[str, int]:
-    """Bytes that this rank sends per backward and step, by kind of collective.
-
-    Without evaluation, gathers for recomputation, the control exchange, and tp's activations, which
-    depend on the batch.
-
-    Args:
-        last_unit: the unit that stays gathered from forward to backward at stage 3.
-    """
-    sent = _between_copies(shards, last_unit)
-    partial = _partial_bytes(shards)
-    if partial:
-        sent["all-reduce of partial gradients"] = partial
-    return sent
-
-
-def _partial_bytes(shards: Shards) -> int:
-    """Bytes of the sum along tp; see gradients.py."""
-    if shards.declared is None:
-        return 0
-    sizes = dict[tuple[int, torch.dtype], int]()
-    for p in shards.params:
-        for axis in shards.declared.placement(p).reduce_axes:
-            bucket, start, stop = shards.place(p)
-            key = shards.declared.groups[axis].world_size, bucket.grad_dtype
-            sizes[key] = sizes.get(key, 0) + stop - start
-    return sum(n * dtype.itemsize // ranks * (ranks - 1) * 2 for (ranks, dtype), n in sizes.items())
-
-
-def _between_copies(shards: Shards, last_unit: int) -> dict[str, int]:
-    sent: dict[str, int] = {}
-    for key, travel in shards.travels.items():
-        buckets = [bucket for bucket in shards.buckets if bucket.spec.key == key]
-        ranks = shards.mesh.dp_size // travel.spread
-        for kind, n in _sent_of(shards.stage, buckets, ranks, last_unit).items():
-            sent[kind] = sent.get(kind, 0) + n
-    return sent
-
-
-def _sent_of(
-    stage: Stage, buckets: list[BucketState], ranks: int, last_unit: int
-) -> dict[str, int]:
-    """Bytes sent for buckets that are replicated or sharded over `ranks` ranks."""
-    sent: dict[str, int] = {}
-
-    def add(kind: str, group: Collectives | None, numel: int, dtype: torch.dtype) -> None:
-        op = "all_reduce" if kind.startswith("all-reduce") else "reduce_scatter"
-        if group is not None:
-            n_bytes = group.sent_bytes(op, numel * dtype.itemsize, numel)
-            sent[kind] = sent.get(kind, 0) + n_bytes
-
-    for bucket in buckets if ranks > 1 else ():
-        numel, groups = bucket.spec.numel, bucket.groups
-        if not stage.shards:
-            add("all-reduce", groups.reduce, numel, bucket.wire_dtype)
-            continue
-        add("reduce-scatter", groups.reduce, numel, bucket.wire_dtype)
-        # The root and the last unit stay gathered from forward to backward.
-        stays = not stage.frees_parameters or bucket.spec.unit in (ROOT, last_unit)
-        add("all-gather", groups.gather, numel, bucket.spec.dtype)
-        if not stays and groups.node is not None:
-            add("all-gather in the node", groups.node, numel, bucket.spec.dtype)
-        elif not stays:
-            add("all-gather", groups.gather, numel, bucket.spec.dtype)
-        add("all-reduce of shards", groups.copies, bucket.spec.shard_numel, bucket.wire_dtype)
-    return sent
-
-
-def _describe(shards: Shards, last_unit: int, tree_ms: float) -> str:
+def _describe(shards: Shards, report: StepReport | None) -> str:
     """Text: the engine, memory and wire, a table of buckets, and the schedule."""
     settings, ranks = shards.settings, shards.mesh.dp_size
     parameters = sum(slot.spec.numel for slot in shards.layout.slots)
     reduce = shards.buckets[0].groups.reduce
     how = f"{reduce.transport} ({reduce.why})" if reduce is not None else "no communication"
+    memory = _memory(shards).items()
     lines = [
         f"engine: stage {shards.stage.number}, dp={ranks}, {settings.n_shards} shards, {how}, "
         f"{parameters:,} trained parameters, {len(shards.buckets)} buckets"
         + (", deterministic" if settings.deterministic else ""),
         *(line for axis in every() for line in axis.describe(shards)),
-        *([_cost_of_fixed_sums(shards, tree_ms)] if settings.deterministic else []),
-        "memory: " + _mib(_memory(shards)),
-        "wire per rank and step: " + (_mib(_wire_bytes(shards, last_unit)) or "nothing"),
+        "memory: " + ", ".join(f"{kind} {n / _MIB:.1f} MiB" for kind, n in memory if n),
+        *([] if report is None else [f"last step: {report.wire_bytes / _MIB:.1f} MiB sent"]),
         "bucket  unit  dtype     params      MiB  shard MiB  parameters",
     ]
     for bucket in shards.buckets:
@@ -730,37 +629,30 @@ def _describe(shards: Shards, last_unit: int, tree_ms: float) -> str:
             f"{spec.index:6d}  {unit:>4s}  {dtype:8s}  {len(bucket.params):6d}  {size:7.2f}  "
             f"{size / spec.n_shards:9.2f}  {' .. '.join(names)}"
         )
-    return "\n".join([*lines, "schedule: " + _schedule(shards)])
+    return "\n".join([*lines, "schedule: " + "; ".join(_schedule(shards))])
 
 
-def _cost_of_fixed_sums(shards: Shards, tree_ms: float) -> str:
-    held = _memory(shards)["partial sums"] / _MIB
-    return f"deterministic: {tree_ms:.1f} ms of the last step, {held:.1f} MiB held now"
-
-
-def _schedule(shards: Shards) -> str:
-    if shards.mesh.world_size == 1:
-        return "nothing to send"
-    control = "; one control exchange before the update"
-    if _partial_bytes(shards):
-        when = "the last backward" if shards.stage.shards else "each backward"
-        control = f"; all-reduce partial gradients along tp after {when}{control}"
-    if shards.mesh.dp_size == 1:
-        return control.removeprefix("; ")
-    first, last = 0, len(shards.buckets) - 1
-    span = f"buckets {first} to {last}"
-    tree = ", sums in a fixed tree" if shards.settings.deterministic else ""
-    if not shards.stage.shards:
-        return f"all-reduce {span} while backward runs{tree}{control}"
-    copies = shards.mesh.dp_size // shards.settings.n_shards
-    reduce = f"reduce-scatter {span} while backward runs{tree}"
-    if copies > 1:
-        reduce += f", then all-reduce each shard with its {copies} replicas"
-    if not shards.stage.frees_parameters:
-        return f"{reduce}{control}; all-gather {span} during the next forward"
-    ahead = shards.settings.parallel.prefetch
-    return f"all-gather each unit before its forward and backward, {ahead} ahead; {reduce}{control}"
-
-
-def _mib(kinds: dict[str, int]) -> str:
-    return ", ".join(f"{kind} {n / _MIB:.1f} MiB" for kind, n in kinds.items() if n)
+def _schedule(shards: Shards) -> Iterator[str]:
+    """The collectives of a step, in their order."""
+    stage, dp, n_shards = shards.stage, shards.mesh.dp_size, shards.settings.n_shards
+    span = f"buckets 0 to {len(shards.buckets) - 1}"
+    if dp > 1:
+        if stage.frees_parameters:
+            ahead = shards.settings.parallel.prefetch
+            yield f"all-gather each unit before its forward and backward, {ahead} ahead"
+        tree = ", sums in a fixed tree" * shards.settings.deterministic
+        op = "reduce-scatter" if stage.shards else "all-reduce"
+        copies = f", then all-reduce each shard with its {dp // n_shards} replicas"
+        copies *= stage.shards and dp > n_shards
+        yield f"{op} {span} while backward runs{tree}{copies}"
+    declared = shards.declared
+    if declared is not None and any(declared.is_partial(p) for p in shards.params):
+        when = "the last backward" if stage.shards else "each backward"
+        yield f"all-reduce partial gradients along tp after {when}"
+    yield (
+        "one control exchange before the update"
+        if shards.mesh.world_size > 1
+        else ("nothing to send")
+    )
+    if dp > 1 and stage.gathers_after_step:
+        yield f"all-gather {span} during the next forward"

@@ -39,7 +39,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,23 +50,6 @@ from fastpar.engine.bucket import BucketState
 from fastpar.engine.shards import Shards
 
 ROOT = 0  # index of the root unit
-
-
-class PassListener(Protocol):
-    """Is called when the passes of a model begin; these calls may raise."""
-
-    def before_gathers(self, name: str) -> None:
-        """A pass of the whole model is about to gather, if whole parameters are freed."""
-
-    def before_forward(self, with_grad: bool) -> None:
-        """A forward of the whole model begins."""
-
-    def before_unit_backward(self) -> None:
-        """The backward of a unit begins."""
-
-    @property
-    def lends(self) -> bool:
-        """Whether a forward gets the outputs of the buckets' nodes."""
 
 
 class _Pass:
@@ -87,17 +70,15 @@ class Gathers:
     Args:
         units: modules of each unit, the root's first.
         shards: starts and completes the gather of a bucket.
-        listener: is called when a pass begins.
+        engine: is called when a pass begins, which may raise; its `lends` says what forwards get.
     """
 
     paused = False  # its hooks do nothing; see train/cuda_graphs.py
     part: object = 0  # the chunk of the model that runs: each has its own order of gathers
 
-    def __init__(
-        self, units: list[list[nn.Module]], shards: Shards, listener: PassListener
-    ) -> None:
+    def __init__(self, units: list[list[nn.Module]], shards: Shards, engine: Any) -> None:
         buckets = [[b for b in shards.buckets if b.spec.unit == i] for i in range(len(units))]
-        self._shards, self._listener, self.buckets = shards, listener, buckets
+        self._shards, self._engine, self.buckets = shards, weakref.proxy(engine), buckets
         self.frees, self.prefetch = shards.stage.frees_parameters, shards.settings.parallel.prefetch
         self._passes: defaultdict[tuple[str, object], _Pass] = defaultdict(_Pass)
         self._pass = _Pass()  # between passes nothing is launched ahead of use
@@ -161,7 +142,7 @@ class Gathers:
             if self._is_launched(index):  # by a backward that stopped
                 self.release(index)
         if self.frees:
-            self._listener.before_gathers(name)
+            self._engine.before_gathers(name)
         self._pass = self._passes[name, self.part]
         self._pass.begin()
         for known in (self._opened, self._inside, self._done):
@@ -228,7 +209,7 @@ class Gathers:
         if not in_backward:
             self._note_use(index)
             (self._stay if torch.is_grad_enabled() else self._shown).add(index)
-            if self._listener.lends:
+            if self._engine.lends:
                 bucket.used_directly = True
                 bucket.lend()
         bucket.show()
@@ -236,7 +217,7 @@ class Gathers:
 
     def replay_forward(self) -> None:
         """Stages 1 and 2: begin a forward of all units without hooks, after all gathers."""
-        self._listener.before_forward(True)
+        self._engine.before_forward(True)
         self.entered.update(range(len(self.buckets)))
         self._ever |= self.entered
         self.launch_stale()
@@ -271,7 +252,7 @@ class Gathers:
         self._stay.clear()
         for bucket in self._shards.buckets:
             bucket.kept = False
-            bucket.hides = bucket.weights is not None and bucket.stage.shards
+            bucket.hides = bucket.stage.shards
         self.passes_since_step.clear()
         self.entered.clear()
 
@@ -346,7 +327,7 @@ class Gathers:
             self._depth += 1
             if self._depth == 1:
                 self.begin("forward" if torch.is_grad_enabled() else "evaluation")
-                self._listener.before_forward(torch.is_grad_enabled())
+                self._engine.before_forward(torch.is_grad_enabled())
         if not in_backward:
             self._note_use(index)
             self._inside.add(index)
@@ -361,7 +342,7 @@ class Gathers:
 
     def _provide(self, index: int, in_backward: bool) -> None:
         """Give a unit's modules what they compute with: outputs of nodes, or parameters."""
-        if in_backward or not self._listener.lends:
+        if in_backward or not self._engine.lends:
             for bucket in self.buckets[index]:
                 bucket.show()
         elif self.frees or index == ROOT:
@@ -488,7 +469,7 @@ class Gathers:
                 "Engine: zero_stage=3 does not support backward with create_graph=True, whose "
                 "graph would use freed parameters; use zero_stage=2"
             )
-        self._listener.before_unit_backward()
+        self._engine.before_unit_backward()
         self.need(index)
 
 

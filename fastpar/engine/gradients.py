@@ -47,12 +47,9 @@ from fastpar.engine.bucket import SENT, BucketPhase, BucketState, Settings
 from fastpar.engine.shards import Shards
 
 # Smallest weights whose gradients are computed in the bucket, by type of device. The layer's own
-# backward costs the host more than torch's (100 us on a slow core), so on a GPU the saved copy must
-# be large: an unmeasured estimate. On CPUs steps of 124M on two ranks are 6 to 8 % slower with the
-# copies. In fp32 buckets it also saves a rounding: 2 MiB includes the layers of GPT-2 124M, except
-# the 768 x 768 projection.
-LEAST_BYTES = {"cuda": 32 << 20, "cpu": 512 << 10}
-LEAST_WIDE_BYTES = {"cuda": 2 << 20, "cpu": 0}
+# backward costs the host more than torch's (100 us on a slow core), so on a GPU the saved rounding
+# and copy must be large: 2 MiB includes the layers of GPT-2 124M, except the 768 x 768 projection.
+LEAST_BYTES = {"cuda": 2 << 20, "cpu": 0}
 
 IN_FLIGHT = 3  # bytes of whole gradients that may be in flight, in bucket sizes
 _PATIENCE_S = 1.0  # see [Note: when a bucket is launched]
@@ -161,7 +158,8 @@ class Reducer:
         self._between_copies: list[tuple[BucketState, Handle, Tensor]] = []
         self._unused: list[tuple[BucketState, int]] = []  # without a gradient of this rank
         for bucket in self._buckets:
-            bucket.be_idle()
+            if bucket.phase is not BucketPhase.IDLE:
+                bucket.enter(BucketPhase.IDLE)
 
     def check_rests(self, rank: int) -> None:
         """Raise RuntimeError if a backward stopped after it began to send."""
@@ -364,90 +362,51 @@ class PartialGradients:
 
 
 class Places(NotCopied):
-    """Offers bucket memory to the backward of linear layers; see weight_gradients.py.
+    """Offers fp32 bucket memory to the backward of layers with 16-bit weights; see
+    weight_gradients.py.
 
-    It returns None if take() has to copy or add: for a second gradient of a weight, or one of
-    another dtype; and if the caller may keep the memory: hooks of other code, torch.autograd.grad.
-    A wide place (fp32 for a 16-bit weight) takes every gradient. In deterministic mode none is
-    offered, as not all layers use them.
+    It returns None if the caller may keep the memory: hooks of other code, torch.autograd.grad. In
+    deterministic mode none is offered, as not all layers use them.
     """
 
     def __init__(self, engine: Any = None) -> None:
         self._engine = None if engine is None else weakref.ref(engine)
-        self._task = -1
-        self._given: set[tuple[int, int]] = set()  # bucket and position, in this backward
 
     @classmethod
     def offer(cls, engine: Any) -> None:
-        """Offer places for weights of LEAST_BYTES whose gradients have their dtype, and wide ones
-        for 16-bit weights of LEAST_WIDE_BYTES with fp32 gradients. A table on two pipeline stages
-        gets no wide one: the halves of a split backward would not use it."""
-        places, wide = cls(engine), not engine.settings.deterministic
-        stages = engine.shards.stages
+        """Offer places for weights of LEAST_BYTES. A table on two pipeline stages gets none: the
+        halves of a split backward would not use it."""
+        places, stages = cls(engine), engine.shards.stages
         tied = set() if stages is None else set(stages.tied)
-        for bucket in engine.buckets:
-            kind, own, grad = bucket.device.type, bucket.spec.dtype, bucket.grad_dtype
-            wide_here = wide and own.itemsize == 2 and grad == torch.float32
-            for p, slot in zip(bucket.params, bucket.slots):
-                n_bytes = slot.spec.numel * own.itemsize
-                if grad == own and n_bytes >= LEAST_BYTES.get(kind, 0):
-                    p.fastpar_place = places
-                elif wide_here and p not in tied and n_bytes >= LEAST_WIDE_BYTES.get(kind, 0):
+        for bucket in () if engine.settings.deterministic else engine.buckets:
+            own, least = bucket.spec.dtype, LEAST_BYTES.get(bucket.device.type, 0)
+            wide = own.itemsize == 2 and bucket.grad_dtype == torch.float32
+            for p, slot in zip(bucket.params, bucket.slots) if wide else ():
+                if p not in tied and slot.spec.numel * own.itemsize >= least:
                     p.fastpar_wide_place = places
 
     def __call__(self, weight: Tensor, node: Any) -> tuple[Tensor, bool] | None:
+        """(memory for a gradient, whether the caller must add to it).
+
+        The gradient counts as present from now on. Its bucket's node marks the last one.
+        """
         engine = None if self._engine is None else self._engine()
         if engine is None:
             return None
         if engine.recorder is not None:
             return engine.recorder(weight)
-        if engine.paused and not engine.adds:
+        if engine.paused or not (_fires(weight, node) and _all_ours(weight._backward_hooks)):
             return None
-        p = getattr(weight, "fastpar_parameter", weight)
-        bucket, position = engine.shards.places[p]
-        wide = bucket.casts
-        if position in bucket.has and not (wide or engine.adds):
-            return None  # take() will add; checked first, as later micro-batches come here often
-        if not (_fires(weight, node) and _all_ours(weight._backward_hooks)):
+        bucket, position = engine.shards.places[getattr(weight, "fastpar_parameter", weight)]
+        engine.before_unit_backward()  # it may be the first gradient of the backward
+        begun = engine.phase is StepPhase.BACKWARD
+        if not begun or torch._C._current_graph_task_id() != engine.graph_task:
             return None
-        if engine.adds:
-            ours = _all_ours(weight._post_accumulate_grad_hooks)
-            return (bucket.grad_views[position], True) if ours else None
-        if wide:  # also for the first gradient of a backward, before any hook ran
-            engine.before_unit_backward()
-        task = torch._C._current_graph_task_id()
-        begun = engine.phase is StepPhase.BACKWARD and task == engine.graph_task
-        if not begun or bucket.phase in SENT:
-            return None
-        if wide:
-            return _wide_place(bucket, position)
-        if task != self._task:
-            self._task = task
-            self._given.clear()
-        if (bucket.spec.index, position) in self._given:
-            return None
-        place = bucket.grad_place(position)
-        if place is None:
-            return None
-        self._given.add((bucket.spec.index, position))
-        return place.view_as(place), False  # autograd keeps it as p.grad if it is the only owner
+        return None if bucket.phase in SENT else bucket.grad_place(position)
 
 
 def _all_ours(hooks: dict | None) -> bool:
     return not hooks or all(isinstance(hook, Hook) for hook in hooks.values())
-
-
-def _wide_place(bucket: BucketState, position: int) -> tuple[Tensor, bool]:
-    """(memory for a gradient, whether the caller must add to it).
-
-    The gradient counts as present from now on. The parameter's hook, with p.grad = None, marks the
-    last one (if torch calls it then; otherwise the bucket is sent at the end of the backward).
-    """
-    bucket.open_grad()
-    add = position in bucket.has
-    bucket.has.add(position)
-    bucket.seen.add(position)
-    return bucket.grad_view(position), add
 
 
 def _fires(weight: Tensor, node: Any) -> bool:

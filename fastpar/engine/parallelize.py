@@ -19,7 +19,7 @@ from fastpar.axes.tensor.declared import Declared
 from fastpar.comm.collectives import Collectives, OneRank
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.transports import make_collectives
-from fastpar.comm.wires import CODES, Encoders, rounded_weights
+from fastpar.comm.wires import Encoders
 from fastpar.doctor.doctor import FLAT_OPS, expect
 from fastpar.engine.absent import Hook, guard_optimizers, refuse_ddp
 from fastpar.engine.bucket import STAGES, BucketGroups, BucketState, Settings, Stage
@@ -32,7 +32,7 @@ from fastpar.engine.shards import Shards, guard_state_dicts
 from fastpar.files.tensor_file import FLOATS
 from fastpar.foreign.patch import calls_of
 from fastpar.foreign.tp_plan import Plan, plan_for, tells_rows
-from fastpar.kernels import _C, Fp8
+from fastpar.kernels import _C
 from fastpar.kernels.choice import ignore_times_for
 from fastpar.kernels.linear import depends_on_threads
 from fastpar.settings.fields import check_types, flat
@@ -264,7 +264,7 @@ def _facts(model: nn.Module, mesh: Mesh, dp: int) -> dict[str, Any]:
     facts: dict[str, Any] = {axis: mesh.size(axis) for axis in ("cp", "ep", "pp")}
     facts |= {"dp": dp, "tp": mesh.size("tp") if grid is None else 1}
     facts |= {"tp_grid": None if grid is None else "x".join(map(str, grid))}
-    facts |= {"delayed_scales": bool(rounded_weights(model)), "offload_activations": False}
+    facts |= {"offload_activations": False}
     if isinstance(config, GPTConfig):
         capacity = {"n_expert": config.n_expert, "expert_capacity": config.expert_capacity}
         return facts | of_shape(config) | capacity
@@ -459,10 +459,6 @@ def _make_shards(
     trained = [p for p in fill.named if p.requires_grad]
     stages, by_unit = fill.stages, settings.by_unit
     chunk_of = None if stages is None else stages.chunk_of
-    codes: dict[int, Fp8] = {}
-    if settings.parallel.wires.weights == CODES:
-        found = rounded_weights(model)
-        codes = {i: found[p] for i, p in enumerate(trained) if p in found}
     layout = build_layout(
         [ParamSpec(fill.named[p], tuple(p.shape), p.dtype) for p in trained],
         n_shards=settings.n_shards,
@@ -474,13 +470,11 @@ def _make_shards(
         alone=[i for i, p in enumerate(trained) if stages and p in stages.tied],
         part_of=None if chunk_of is None else [chunk_of[p] for p in trained],
         keys={i: keys[p] for i, p in enumerate(trained)},
-        rounded=codes,
         spread={key: travel.spread for key, travel in travels.items()},
         flags=not stage.shards,
     )
     buckets, how = [], settings.parallel.wires
-    feedback = how.error_buffer or how.error_feedback
-    wires = Encoders(how.gradients, how.weights, feedback, mesh.dp_rank, codes)
+    wires = Encoders(how.gradients, how.weights, mesh.dp_rank)
     for spec in layout.buckets:  # one after another, to need little extra memory
         travel, slots = travels[spec.key], [layout.slots[i] for i in spec.slots]
         bucket = BucketState(
@@ -488,7 +482,7 @@ def _make_shards(
             spec,
             [trained[slot.registered] for slot in slots],
             settings,
-            travel.groups.on_wires(wires, spec, slots, stage),
+            travel.groups.on_wires(wires, spec, stage),
             rank=travel.rank % spec.n_shards,
             device=mesh.device,
             poison=poison,
@@ -541,7 +535,7 @@ class GroupMaker:
     ) -> None:
         self.mesh, self.transport, self.factory = mesh, transport, debug.collectives
         self.deterministic, self.debug = parallel.deterministic, debug
-        self.node_size, self.secondary = parallel.wires.node_size, parallel.wires.secondary_shards
+        self.node_size = parallel.wires.node_size
         self.again = parallel.wires.gradients != "fp32"
 
     def make(self, group: Any, role: str, transport: str | None = None) -> Collectives:
@@ -609,21 +603,16 @@ class GroupMaker:
             alone = OneRank(mesh.device)
             return BucketGroups(alone, alone, whole)
         gather = self.make(mesh.new_group("dp") if new else mesh.group("dp"), "gather", kind)
-        node, nodes = self._of_nodes(new, kind)
+        node = self._of_node(new, kind)
         if mesh.size("replicas") == 1:
-            return BucketGroups(whole, gather, node=node, nodes=nodes)
+            return BucketGroups(whole, gather, node=node)
         reduce = self.make(mesh.group("dp"), "reduce", kind)
         copies = self.make(mesh.group("replicas"), "replicate", kind)
         return BucketGroups(reduce, gather, copies, node=node)
 
-    def _of_nodes(self, new: bool, kind: str) -> tuple[Collectives | None, Any]:
-        """`node` and `nodes` of BucketGroups. Ranks: all."""
+    def _of_node(self, new: bool, kind: str) -> Collectives | None:
+        """`node` of BucketGroups. Ranks: all."""
         if self.node_size is None:
-            return None, None
+            return None
         mesh = self.mesh.with_replicas(self.mesh.dp_size // self.node_size)
-
-        def of(axis: str, role: str) -> Collectives:
-            return self.make(mesh.new_group(axis) if new else mesh.group(axis), role, kind)
-
-        node = of("dp", "gather") if self.secondary else None
-        return node, (of("dp", "reduce"), of("replicas", "replicate")) if self.again else None
+        return self.make(mesh.new_group("dp") if new else mesh.group("dp"), "gather", kind)

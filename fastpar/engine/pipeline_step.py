@@ -18,8 +18,7 @@ Two halves: the input's gradient is computed at once, the parameters' gradients 
     weight_gradients()   the rest is computed, and everything goes into the buckets, as one
                          backward of the engine
 
-So the engine gets all gradients of a micro-batch at once, in the order of the micro-batches. If
-autograd can add a later micro-batch's gradients in the buckets, no hook is needed: adding().
+So the engine gets all gradients of a micro-batch at once, in the order of the micro-batches.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from fastpar.axes.pipeline.stages import Stages
 from fastpar.comm.collectives import Handle, started
 from fastpar.comm.recorder import BACKWARD, FORWARD
 from fastpar.comm.watchdog import in_place
-from fastpar.engine.bucket import BucketState
 from fastpar.engine.engine import Engine, engine_of
 from fastpar.kernels.linear.weight_gradients import WeightGradients
 
@@ -293,8 +291,7 @@ class PipelineStep:
         self._micro = op.micro
         self._scale_losses(op.micro)
         if op.kind is Kind.BACKWARD:
-            with adding(self.engine, op.chunk):
-                torch.autograd.backward(out, grad)
+            torch.autograd.backward(out, grad)
         else:
             self.halves[op[1:]].input_gradient(out, grad)
 
@@ -428,8 +425,7 @@ class SplitBackward:
             computes = parts.pop(p)  # frees what it keeps
             bucket, position = shards.places[p]  # type: ignore[index]
             mine = bucket.spec.part == self._chunk
-            alone = mine and len(computes) == 1 and p not in kept
-            grad = computes[0](bucket.grad_place(position) if alone else None)
+            grad = computes[0](None)
             for compute in computes[1:]:
                 grad.add_(compute(None))
             if p in kept:
@@ -479,24 +475,3 @@ class SplitBackward:
 
 def _made(grad: Tensor) -> Callable[[Tensor | None], Tensor]:
     return lambda _: grad
-
-
-@contextlib.contextmanager
-def adding(engine: Engine, chunk: int) -> Iterator[None]:
-    """A backward of a chunk, not of the last micro-batch, whose reductions need the hooks."""
-    shards, before = engine.shards, engine.paused
-    used = shards.params if shards.stages is None else shards.stages.used[chunk]
-    kept = (_is_kept(*shards.places[p]) for p in used if p.requires_grad)
-    engine.adds = not (before or engine.micro_batches.last) and all(kept)
-    engine.paused = before or engine.adds
-    try:
-        yield
-    finally:
-        engine.paused, engine.adds = before, False
-
-
-def _is_kept(bucket: BucketState, position: int) -> bool:
-    """Whether p.grad is in the bucket, so that autograd adds to it there."""
-    if bucket.stage.shards or position not in bucket.has:
-        return False
-    return bucket.params[position].grad is bucket.grad_views[position]

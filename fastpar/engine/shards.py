@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +20,9 @@ from fastpar.axes.tensor.declared import Declared
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import CollectiveLog
 from fastpar.engine.absent import NotCopied
-from fastpar.engine.bucket import ON_DEVICE, BucketState, Settings
+from fastpar.engine.bucket import ON_DEVICE, BucketState, Piece, Settings
 from fastpar.sharding.layout import Layout
 from fastpar.sharding.placements import Placement
-
-
-class Piece(NamedTuple):
-    """This rank's shard of one parameter: [S] elements from `start` on; at stage 0 all of it."""
-
-    param: Tensor
-    grad: Tensor | None
-    start: int
 
 
 class Shards:
@@ -89,12 +81,14 @@ class Shards:
         # Inside of gathered(): the buckets to free at its end.
         self._unused: set[BucketState] | None = None
 
-    def owners(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-        """(module, attribute, parameter) of each use of a trained parameter."""
-        for module_ref, attribute, p in self._owners:
-            module = module_ref()
-            if module is not None:
-                yield module, attribute, p
+    def connect(self, collect: Callable[..., None]) -> None:
+        """Give each bucket its node, whose gradients collect() gets; see bucket.py."""
+        uses: dict[BucketState, list[Any]] = {bucket: [] for bucket in self.buckets}
+        for module_ref, name, p in self._owners:
+            bucket, position = self.places[p]
+            uses[bucket].append((module_ref()._parameters, name, position))  # type: ignore[union-attr]
+        for bucket, places in uses.items():
+            bucket.connect(places, collect)
 
     # Gathers
 
@@ -308,11 +302,7 @@ class Shards:
         """This rank's piece of a parameter, and of its gradient."""
         bucket, position = self.places[p]  # type: ignore[index]
         bucket.storage.await_weights(bucket)
-        if self.stage.shards:
-            return Piece(*bucket.piece(position))
-        here = bucket.stepped is bucket.shard
-        values = p if here else bucket.slot_of(bucket.stepped, position)
-        return Piece(values, bucket.grad_of(position), 0)
+        return bucket.all_pieces()[position]
 
     def are_stepped_in_place(self) -> bool:
         """Whether every piece is the parameter, with p.grad."""
@@ -322,15 +312,12 @@ class Shards:
                 return False
         return True
 
-    def pieces(self) -> dict[Tensor, tuple[Tensor, Tensor | None, int]]:
+    def pieces(self) -> dict[Tensor, Piece]:
         """piece() of all."""
-        found: dict[Tensor, tuple[Tensor, Tensor | None, int]] = {}
+        found: dict[Tensor, Piece] = {}
         for bucket in self.buckets:
             bucket.storage.await_weights(bucket)
-            if self.stage.shards:
-                found.update(zip(bucket.params, bucket.all_pieces()))
-            else:
-                found.update({p: self.piece(p) for p in bucket.params})
+            found.update(zip(bucket.params, bucket.all_pieces()))
         return found
 
     def _reduced(self, params: Iterable[Tensor]) -> list[Tensor]:

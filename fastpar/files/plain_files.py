@@ -2,7 +2,7 @@
 
 A name from a manifest, an index or a user must not lead outside its folder, and may be a link, a
 pipe without a writer, or a device. open_plain() opens a regular file or raises, and never waits.
-JSON is read strictly: UTF-8, an object, no duplicate names, limited size.
+JSON is UTF-8, an object, of limited size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import re
 import stat
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
         ValueError: it is not one; the text states only the problem, without a file name.
     """
     try:
-        value = json.loads(content.decode(), object_pairs_hook=_unique, parse_int=_int)
+        value = json.loads(content.decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from error
     except json.JSONDecodeError as error:
@@ -178,17 +177,3 @@ def printable(text: str) -> str:
     """A text of lines without what commands a terminal; such characters become escapes."""
     plain = (c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
     return text if text.isprintable() else "".join(plain)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        names = Counter(name for name, _ in pairs)
-        raise ValueError(f"{shown(next(name for name, n in names.items() if n > 1))} twice")
-    return value
-
-
-def _int(digits: str) -> int:
-    if len(digits) > 40:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)

@@ -11,16 +11,14 @@ CPU: one rank's threads), and computes all sequences in micro-batches of one ran
 
 from __future__ import annotations
 
-import ctypes
 import difflib
-import gc
 import math
 import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,12 +27,11 @@ import torch
 import torch.distributed as dist
 
 from fastpar.comm import ranks
-from fastpar.comm.host import memory_mb
 from fastpar.comm.ranks import threads_per_rank
 from fastpar.comm.recorder import WireMeter
 from fastpar.data.batches import TextData, load_data, n_samples_per_epoch, sample_batch
 from fastpar.doctor.trial import synchronize
-from fastpar.files.runs import RUNS, Progress, duration, is_taken, make_next_free
+from fastpar.files.runs import RUNS, Progress, is_taken, make_next_free
 from fastpar.kernels import keep_freed_memory
 from fastpar.models.gpt import GPT
 from fastpar.observe.pictures import draw_all
@@ -60,9 +57,6 @@ EXPERTS_LINE = "experts  {n_expert} per layer, {expert_hidden} wide, top {top_k}
 UNTIMED_STEPS = 3
 _COPIED = ("nproc", "optimizer", "lr", "muon_lr", "seed")  # settings of the command
 LENGTHS = {"epochs": (3, 2), "epoch_steps": (80, 12), "repeats": (3, 1)}  # in full, and quick
-START_S = 6.0  # to start a run's processes, on two cores; only for the estimated time
-STEP_OVER_GRADIENTS = 1.6  # a step over its forward and backward; only for the estimated time
-_PROBE_STEPS = 3
 SILENCE_S = 300.0  # a run is stopped after this time without a step
 EPS = 1e-8  # as in `fastpar train`
 MAX_GRAD_NORM = 1.0
@@ -313,9 +307,6 @@ class Schedule:
         s = self.comparison.settings
         n_orders = sum(run.yardstick for run in runs)
         more = f", {n_orders} of them {SINGLE} with sums in another order" * (n_orders > 0)
-        time_line = f"time     {len(runs)} runs of {self.steps} steps{more}"
-        if s["device"] == "cpu":
-            time_line += f"; estimated: {duration(self.expected_s(runs))} (from a trial step)"
         return [
             f"compare  {', '.join(s['strategies'])}",
             *(f"skipped  {name}: {why}" for name, why in self.comparison.skipped.items()),
@@ -327,35 +318,8 @@ class Schedule:
             f"epochs of {s['epoch_steps']} steps, {s['repeats']} runs per strategy",
             f"ranks    {s['nproc']} on {s['device']}, {s['threads']} threads each; {SINGLE} is "
             "one rank",
-            time_line,
+            f"time     {len(runs)} runs of {self.steps} steps{more}",
         ]
-
-    def expected_s(self, runs: Sequence[Run]) -> float:
-        """Seconds of all runs, estimated from a few micro-batches on this process's CPU."""
-        s = self.comparison.settings
-        before = torch.get_num_threads()
-        torch.set_num_threads(s["threads"])
-        model, rows = GPT(self.shape), max(1, s["batch_size"] // s["nproc"])
-        x, y = sample_batch(
-            self.data.train, seed=0, first_sample=0, n_samples=rows, block_size=s["block_size"]
-        )
-        model(x, y).backward()
-        start = time.perf_counter()
-        for _ in range(_PROBE_STEPS):
-            model(x, y).backward()
-        sequence_s = (time.perf_counter() - start) / _PROBE_STEPS / rows
-        torch.set_num_threads(before)
-        step_s = sequence_s * STEP_OVER_GRADIENTS * s["batch_size"]
-        return sum(START_S + self.steps * step_s / run.ranks for run in runs)
-
-
-def forget_peak() -> None:
-    """Returns freed memory to the system and resets the peak of this process."""
-    gc.collect()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 class Rank:
@@ -392,8 +356,6 @@ class Rank:
         if self.strategy.package == "deepspeed":
             import_deepspeed(self.device)
         self.strategy.import_all()
-        forget_peak()
-        self.before_mb = memory_mb()[0]
         # Memory is measured from here, with nothing alive: DDP's buckets are invisible to Python.
         self.measuring = ExitStack()  # to the end of the counted step
         memory = StepMemory(torch.device(self.device), alive_bytes=0)
@@ -431,7 +393,6 @@ class Rank:
                 if step == counted:
                     self.measuring.close()
                     run.step_bytes = [self.memory.peak_bytes]
-                    forget_peak()  # of counting itself
                 report = self.contender.report()
                 if self.within:
                     run.wire_bytes = self.meter.sent_bytes - sent
@@ -439,7 +400,6 @@ class Rank:
                 else:  # torch's collectives of one step; fastpar's engine reports what it sent
                     run.wire_bytes = int(report.get("wire_bytes", self.meter.sent_bytes))
                     exposed += [ms for name, ms in report.items() if name == "exposed_ms"]
-        run.rss_bytes = [round(1e6 * (memory_mb()[1] - self.before_mb))]
         if self.ours:
             timed = exposed[self.untimed :]
             run.exposed_ms = statistics.median(timed) if timed else None

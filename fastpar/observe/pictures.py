@@ -4,8 +4,7 @@ A timeline has a panel per rank, with rows for compute and communication. A comp
 pictures of the study arXiv 2405.15628, and one of communication.
 
 Most colours are those of Okabe and Ito, which colour-blind readers can distinguish; every strategy
-also has its own marker, and packages have line styles and hatches: torch's dashed, DeepSpeed's
-dotted, fastpar's solid. Legends next to the axes say so.
+also has its own marker, and strategies of torch and DeepSpeed have dashed lines.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -44,22 +43,6 @@ _FIRST = (
 _MOST_TICKS = 12
 
 
-class _Owner(NamedTuple):
-    """The style of a package's strategies."""
-
-    title: str
-    line: str
-    line_name: str
-    hatch: str
-
-
-_OWNERS = {
-    "torch": _Owner("torch's", "--", "dashed", "//"),
-    "deepspeed": _Owner("DeepSpeed's", ":", "dotted", ".."),
-    "fastpar": _Owner("fastpar's", "-", "solid", ""),
-}
-
-
 def _figure(caller: str = "draw_all", size_inches: tuple[float, float] = (9.0, 4.4)) -> Any:
     make_figure = import_package("matplotlib.figure", caller).Figure
     return make_figure(figsize=size_inches, dpi=110, layout="constrained")
@@ -82,8 +65,7 @@ def draw_timeline(panels: Mapping[str, Sequence[Span]], lines: Sequence[str], pa
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for (variant, spans), axes in zip(panels.items(), all_axes):
         for y, row in enumerate(rows):
-            draw_row = _draw_phases if row in (HOST, COMPUTE) else _draw_collectives
-            draw_row(axes, y, spans, row)
+            _draw_row(axes, y, spans, row)
         end = max((s.end_ms for s in spans if s.row in (HOST, COMPUTE)), default=0.0)
         waits, moving = busy_ms(spans, [WAIT]), busy_ms(spans, [REDUCE, GATHER, TP])
         title = f"{variant}: step {end:.0f} ms; collectives under way {moving:.0f} ms, "
@@ -98,8 +80,6 @@ def draw_timeline(panels: Mapping[str, Sequence[Span]], lines: Sequence[str], pa
     drawn = {s.name if s.row in (HOST, COMPUTE) else s.row for p in panels.values() for s in p}
     colours = {name: colour for name, colour in _SPAN_COLOURS.items() if name in drawn}
     keys = [make_patch(color=colour, label=names.get(n, n)) for n, colour in colours.items()]
-    if drawn & {REDUCE, GATHER, TP}:
-        keys.append(make_patch(color="#999999", alpha=0.4, label="queued (pale)"))
     figure.legend(
         handles=keys, loc="outside upper center", ncols=max(1, len(keys)), fontsize=8, frameon=False
     )
@@ -114,26 +94,14 @@ def rows_of(panels: Iterable[Sequence[Span]]) -> list[str]:
     return [row for row in (HOST, COMPUTE, REDUCE, GATHER, TP, PP) if row in found]
 
 
-def _draw_phases(axes: Any, y: int, spans: Sequence[Span], row: str) -> None:
-    """Phases as bars; waits for other ranks are narrower."""
+def _draw_row(axes: Any, y: int, spans: Sequence[Span], row: str) -> None:
+    """Phases or collectives as bars; waits for other ranks are narrower."""
     for span in spans:
         if span.row == row or (span.row == WAIT and row == COMPUTE):
-            name, height = (WAIT, 0.45) if span.row == WAIT else (span.name, 0.8)
-            width, colour = span.end_ms - span.begin_ms, _SPAN_COLOURS[name]
-            axes.barh(y, width, height, span.begin_ms, color=colour, linewidth=0)
-
-
-def _draw_collectives(axes: Any, y: int, spans: Sequence[Span], row: str) -> None:
-    """Collectives as bars, pale while queued behind others in the row."""
-    free, colour = float("-inf"), _SPAN_COLOURS[row]
-    for span in sorted((s for s in spans if s.row == row), key=lambda s: (s.begin_ms, s.end_ms)):
-        start = min(max(span.begin_ms, free), span.end_ms)
-        free = max(free, span.end_ms)
-        queued, moving = start - span.begin_ms, span.end_ms - start
-        if queued:
-            axes.barh(y, queued, 0.8, span.begin_ms, color=colour, alpha=0.25, linewidth=0)
-        if moving:
-            axes.barh(y, moving, 0.8, start, color=colour, edgecolor="white", linewidth=0.4)
+            name = span.name if row in (HOST, COMPUTE) and span.row != WAIT else span.row
+            width, height = span.end_ms - span.begin_ms, 0.45 if span.row == WAIT else 0.8
+            edge = {"edgecolor": "white", "linewidth": 0.4 * (row not in (HOST, COMPUTE))}
+            axes.barh(y, width, height, span.begin_ms, color=_SPAN_COLOURS[name], **edge)
 
 
 # A comparison
@@ -159,7 +127,7 @@ def look(name: str) -> dict[str, Any]:
     return {
         "color": _COLOURS[at % len(_COLOURS)],
         "marker": _MARKERS[at % len(_MARKERS)],
-        "linestyle": _OWNERS[STRATEGIES[name].package].line,
+        "linestyle": "-" if STRATEGIES[name].package == "fastpar" else "--",
     }
 
 
@@ -171,33 +139,12 @@ def _finish(axes: Any, title: str, unit: str, xlabel: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _owners(comparison: Comparison) -> list[_Owner]:
-    """Packages whose strategies are shown."""
-    shown = {STRATEGIES[name].package for name in comparison.names}
-    return [owner for package, owner in _OWNERS.items() if package in shown]
-
-
-def _explain_lines(comparison: Comparison, figure: Any, *axes: Any) -> None:
+def _explain_lines(figure: Any, *axes: Any) -> None:
     """A legend next to the axes, where it covers nothing."""
     both = [ax.get_legend_handles_labels() for ax in axes]
     named = {label: handle for handles, labels in both for handle, label in zip(handles, labels)}
-    title = "\n".join(f"{owner.line_name}: {owner.title}" for owner in _owners(comparison))
-    figure.legend(
-        named.values(), named.keys(), loc="outside right center", frameon=False, fontsize=9,
-        title=title, title_fontsize=8,
-    )  # fmt: skip
-
-
-def _explain_bars(comparison: Comparison, figure: Any) -> None:
-    """A legend below the axes: the hatches of packages."""
-    make_patch, grey = import_package("matplotlib.patches", "draw_all").Patch, "#666666"
-    keys = [
-        make_patch(fc="white" if o.hatch else grey, ec=grey, hatch=o.hatch, label=o.title)
-        for o in _owners(comparison)
-    ]
-    figure.legend(
-        handles=keys, loc="outside lower center", ncols=len(keys), frameon=False, fontsize=9
-    )
+    place = {"loc": "outside right center", "frameon": False, "fontsize": 9}
+    figure.legend(named.values(), named.keys(), **place)
 
 
 def _repeats(comparison: Comparison) -> str:
@@ -229,7 +176,7 @@ def _per_epoch(
     axes.set_ylim(bottom=0)
     steps = comparison.settings["epoch_steps"]
     _finish(axes, f"{title} ({_repeats(comparison)})", unit, f"epoch of {steps} steps")
-    _explain_lines(comparison, figure, axes)
+    _explain_lines(figure, axes)
 
 
 def _bars(
@@ -238,17 +185,15 @@ def _bars(
     """A bar per strategy with the range of its repeats, or "not known"."""
     names = comparison.names
     for at, name in enumerate(names):
-        stat, hatch = comparison.stat(name, value), _OWNERS[STRATEGIES[name].package].hatch
+        stat = comparison.stat(name, value)
         if stat is None:
             axes.text(0, at, " not known", va="center", fontsize=8, style="italic")
             continue
         colour, xerr = look(name)["color"], None
         if stat.n > 1:
             xerr = [[stat.median - stat.low], [stat.high - stat.median]]
-        fill = {"color": "white" if hatch else colour, "edgecolor": colour, "hatch": hatch}
-        axes.barh(
-            at, stat.median, 0.65, xerr=xerr, error_kw={"elinewidth": 1.2, "capsize": 3}, **fill
-        )
+        how = {"xerr": xerr, "error_kw": {"elinewidth": 1.2, "capsize": 3}}
+        axes.barh(at, stat.median, 0.65, color=colour, **how)
         text = f"{stat.median:.3g}" if stat.median < 1000 else f"{stat.median:,.0f}"
         offset = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
         axes.annotate(text, (stat.high, at), fontsize=8, **offset)
@@ -262,9 +207,8 @@ def _bars(
 
 def draw_memory(comparison: Comparison, figure: Any) -> None:
     """Peak memory of the rank with the most."""
-    title, unit = f"Peak memory per rank ({_repeats(comparison)})", f"MB: {comparison.memory_label}"
-    _bars(comparison, figure.subplots(), comparison.memory_mb, title, unit)
-    _explain_bars(comparison, figure)
+    title = f"Peak memory per rank ({_repeats(comparison)})"
+    _bars(comparison, figure.subplots(), comparison.memory_mb, title, "MB allocated in a step")
 
 
 def draw_communication(comparison: Comparison, figure: Any) -> None:
@@ -273,7 +217,6 @@ def draw_communication(comparison: Comparison, figure: Any) -> None:
     _bars(comparison, left, lambda run: run.exposed_ms, "Exposed communication", "ms per step")
     _bars(comparison, right, Run.sent_mb, "Bytes on the wire", "MB sent per rank and step")
     left.set_ylim(len(comparison.names) - 0.5, -0.5)
-    _explain_bars(comparison, figure)
 
 
 def _curves(
@@ -307,7 +250,7 @@ def _curves(
     mean = f", mean over {2 * reach + 1} steps" if reach else ""
     _finish(top, f"{title} of the first runs{mean}", unit, "")
     _finish(below, f"Distance from {first}, every step", unit, "step")
-    _explain_lines(comparison, figure, top, below)
+    _explain_lines(figure, top, below)
 
 
 PICTURES: dict[str, Callable[[Comparison, Any], None]] = {

@@ -49,6 +49,7 @@ from fastpar.comm.recorder import (
     Recorder,
     Span,
     busy_ms,
+    in_turn,
     now_ms,
     window,
 )
@@ -250,7 +251,7 @@ def measure(
     _steps(trainer, marks, WARM_UP)
     marks.on = True
     step_ms, edges = _steps(trainer, marks, steps)
-    marks.on, spans = False, list(marks.spans)
+    marks.on, spans = False, in_turn(marks.spans)
     marks.in_trace = True
     activity = profiler.ProfilerActivity
     activities = [activity.CPU] + [activity.CUDA] * on_gpu

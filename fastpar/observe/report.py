@@ -56,6 +56,7 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
 # A comparison's table
 
 TABLE = "table.md"
+MEMORY = "peak memory allocated in a step, per rank"
 NOT_KNOWN = "not known"
 _CONDITIONS = """\
 {model}: {shape[n_layer]} layers, {shape[n_head]} heads, width {shape[n_embd]}, context
@@ -72,7 +73,7 @@ Times are medians over the repeats, with their range in brackets, on the slowest
 {untimed_steps} steps of a run are not timed. The fastest strategy comes first; ratios are of
 medians, relative to {baseline}.
 
-Memory: {memory}.
+Memory: {memory}, on the rank with the most.
 
 Sent: the bytes that ring algorithms send for the collectives of a step. For torch and DeepSpeed,
 the collectives that torch's dispatcher sees; for fastpar, what its engine reports; for tp, all
@@ -160,7 +161,7 @@ def markdown(comparison: Comparison) -> str:
         **{"runs": counted(s["repeats"], "run"), "ranks": counted(s["nproc"], "rank")},
         "threads": counted(s["threads"], "thread"),
         "versions": ", ".join(f"{name} {m[name]}" for name in names if m.get(name)),
-        **{"baseline": comparison.baseline, "memory": comparison.memory_label},
+        **{"baseline": comparison.baseline, "memory": MEMORY},
         **{"not_known": NOT_KNOWN, "factor": FACTOR, "floor": FLOOR},
     }
     lines = markdown_table([head(comparison), *rows(comparison)])
@@ -181,7 +182,7 @@ def summary(comparison: Comparison) -> list[str]:
         _best(comparison, comparison.tokens_per_s, "Fastest", "tokens/s", most=True),
         *_over_single(comparison),
         _best(comparison, comparison.memory_mb, "Smallest", "MB", most=False),
-        f"Memory is {comparison.memory_label}.",
+        f"Memory is the {MEMORY}.",
         *_losses(comparison),
         *_experts(comparison),
         *_repeats(comparison),

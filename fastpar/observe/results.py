@@ -71,8 +71,7 @@ class Run:
         error: why it failed, in a line; then the rest has no meaning.
         step_s: of each step, on its slowest rank.
         losses: of each step before its update, over all ranks. grad_norms: before clipping.
-        step_bytes: of each rank, the most memory that a step allocated; empty: not known.
-        rss_bytes: of each rank, the peak resident memory minus that before the model was made.
+        step_bytes: of each rank, the most memory that a step allocated.
         wire_bytes: sent in a step by the rank that sends most; None: not known.
         exposed_ms: time of a step in which the rank that waits most only waits; None: not known.
         seconds: total, including start and end of the processes.
@@ -91,7 +90,6 @@ class Run:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     step_bytes: list[int] = field(default_factory=list)
-    rss_bytes: list[int] = field(default_factory=list)
     wire_bytes: int | None = None
     exposed_ms: float | None = None
     seconds: float = 0.0
@@ -104,7 +102,6 @@ class Run:
         self.step_s = [max(times) for times in zip(*(r.step_s for r in ranks))]
         self.losses = [sum(losses) / len(ranks) for losses in zip(*(r.losses for r in ranks))]
         self.grad_norms = ranks[0].grad_norms  # the same on every rank
-        self.rss_bytes = [n for r in ranks for n in r.rss_bytes]
         self.step_bytes = [n for r in ranks for n in r.step_bytes]
         self.wire_bytes = _largest([r.wire_bytes for r in ranks])
         self.exposed_ms = _largest([r.exposed_ms for r in ranks])
@@ -188,21 +185,9 @@ class Comparison:
         """Of an epoch, or of the whole run."""
         return self.tokens_per_step / statistics.fmean(self._timed(run, epoch))
 
-    @property
-    def counts_steps(self) -> bool:
-        """Whether memory is what steps allocate (known for all runs), or resident memory."""
-        return all(run.step_bytes for name in self.names for run in self.of(name))
-
-    @property
-    def memory_label(self) -> str:
-        """What memory_mb() is."""
-        if self.counts_steps:
-            return "peak memory allocated in a step, per rank"
-        return "peak resident memory above that before the model was made, per rank"
-
     def memory_mb(self, run: Run) -> float:
-        """Of the rank with the most."""
-        return max(run.step_bytes if self.counts_steps else run.rss_bytes) / 1e6
+        """Peak memory allocated in a step, of the rank with the most."""
+        return max(run.step_bytes) / 1e6
 
     def stat(self, name: str, value: Callable[[Run], float | None]) -> Stat | None:
         """A number over the repeats of a strategy; None if a run does not know it."""

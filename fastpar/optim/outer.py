@@ -13,13 +13,13 @@ computed as mean + (1 - lr) * delta - lr * mu * momentum, so with lr=1 and momen
 mean, and with one replica, or equal ones, the inner run bit for bit.
 
 State: weight and momentum are entries of the inner optimizer's state, views of one flat tensor
-each: split along dp and tp and saved with it; with a wire, so is its error. Each replica has its
-own checkpoint; without these entries the outer state begins at the loaded weights.
+each: split along dp and tp and saved with it. Each replica has its own checkpoint; without these
+entries the outer state begins at the loaded weights.
 
 Choices: DiLoCo (the default) with `every` from 30 to 500. With few exchanges use less momentum:
 after 40 of them a small GPT had 2.513 bits per byte with 0.9, 2.400 with 0.5, local SGD 2.433, and
 fp32 without replicas 2.341 (bench/results/README.md). It pays when the link is most of a step: on
-100 Mbit/s a step of GPT-2 25.4M took 8977 ms data parallel, 1690 with ZeRO and int8 or int4 wires,
+100 Mbit/s a step of GPT-2 25.4M took 8977 ms data parallel, 2229 with ZeRO and int8 wires,
 525 with replicas and every=50; on 40 Gbit/s 334 and 237. The loss of a short run is higher, so
 between the GPUs of one machine train without replicas.
 """
@@ -27,7 +27,6 @@ between the GPUs of one machine train without replicas.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,8 +42,7 @@ from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.optim.state import new_step, store_values, values_of
 from fastpar.settings.rules import check
 
-WEIGHT, MOMENTUM, ERROR = "outer_weight", "outer_momentum", "outer_error"
-STEPS, MEMBERS = "outer_steps", "outer_members"
+WEIGHT, MOMENTUM, STEPS = "outer_weight", "outer_momentum", "outer_steps"
 
 
 class Outer:
@@ -61,15 +59,15 @@ class Outer:
             (one replica).
         every: inner steps between two exchanges.
         lr, momentum: of the outer step.
-        wire: format of the exchange. "bf16", "int8", "int4": differences are sent, and their
-            rounding error is added to the next ones; "fp32": weights are sent unrounded.
+        wire: format of the exchange. "bf16", "int8": differences are sent, rounded; "fp32":
+            weights are sent unrounded.
     Attributes:
         steps: number of inner steps, including those of a loaded checkpoint.
         sent_bytes: by this rank, to other replicas.
         waited_s: seconds spent in exchanges.
     Ranks: all of all replicas, with the same arguments; then they step equally often.
     Wire: 2 * (M - 1) / M * P values per `every` steps, P being the elements that this rank steps.
-    Memory: 8 bytes per element that this rank steps, 4 more with a wire, next to its piece.
+    Memory: 8 bytes per element that this rank steps, next to its piece.
     Raises:
         ValueError: a number out of range; two engines; replicas with different arguments; a
             second Outer; in a step, a group that was added later.
@@ -111,14 +109,15 @@ class Outer:
         self.engine: Engine | None = next(iter(engines.values()), None)
         self.sent_bytes, self.waited_s = 0, 0.0
         self._begun = False
-        # Entries of the state of each parameter: counts, and views of flat tensors.
-        self._steps, self._members = new_step(), new_step()
+        # Entries of the state of each parameter: the count, and views of flat tensors.
+        self._steps = new_step()
         pieces = [self._piece(p) for p in self._params]
         wide = torch.promote_types(pieces[0].dtype, torch.float32)
         self._form = FORMATS.get(wire) if wide == torch.float32 else None
-        names = [WEIGHT, MOMENTUM, *[ERROR] * (self._form is not None)]
         n, device = sum(piece.numel() for piece in pieces), pieces[0].device
-        self._flats = {name: torch.zeros(n, dtype=wide, device=device) for name in names}
+        self._flats = {
+            name: torch.zeros(n, dtype=wide, device=device) for name in (WEIGHT, MOMENTUM)
+        }
         self._group: Collectives | None = None  # the ranks with this rank's number in each replica
         if self.engine is not None and self.engine.mesh.replicas > 1:
             mesh = self.engine.mesh
@@ -159,9 +158,7 @@ class Outer:
                     view = _views(flat, pieces)[i]
                     view.copy_(value) if name == WEIGHT else view.zero_()
         self._show()
-        if not self._begun:
-            self._begun = True
-            self._drop_errors_of_others()
+        self._begun = True
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
@@ -169,24 +166,6 @@ class Outer:
         self._show()
         if self.steps % self.every == 0:
             self._exchange()
-
-    def _drop_errors_of_others(self) -> None:
-        """Drop a checkpoint's rounding errors if the number of replicas or the format changed."""
-        held, now = int(self._members), 0
-        if self._form is not None:
-            now = 1 if self._group is None else self._group.world_size
-        if held == now:
-            return
-        self._members.zero_()
-        if ERROR in self._flats:
-            self._flats[ERROR].zero_()
-        mesh = None if self.engine is None else self.engine.mesh
-        if held and (mesh is None or (mesh.is_main and mesh.replica == 0)):
-            warnings.warn(
-                f"Outer: dropping the wire's rounding error of {held} replicas, as "
-                + (f"the number of replicas is now {now}" if now else "fp32 weights are sent now"),
-                stacklevel=2,
-            )
 
     def _exchange(self) -> None:
         """The outer step."""
@@ -206,17 +185,13 @@ class Outer:
         weight, form = self._flats[WEIGHT], self._form
         x = (mine if form is None else mine - weight).to(group.device)
         if form is not None:
-            error = self._flats[ERROR].to(group.device)  # the same tensor unless state is offloaded
-            key = (0, group.rank)
-            group = CompressedSums(group, form, Worker(group), error=error, key=key)
+            group = CompressedSums(group, form, Worker(group), key=(0, group.rank))
             group.calls = self.steps // self.every - 1
         self.sent_bytes += group.sent_bytes("all_reduce", x.nbytes, x.numel())
         with waiting("the exchange of replicas"):
             group.all_reduce(x, mean=True)
         mean = x.to(mine.device)
         if form is not None:
-            self._flats[ERROR].copy_(error)
-            self._members.fill_(group.world_size)
             mean += weight
         self.waited_s += self._now() - began
         return mean
@@ -261,7 +236,7 @@ class Outer:
             if not entries:
                 continue
             mine = {name: views[i] for name, views in flats.items()}
-            for name, view in {**mine, STEPS: self._steps, MEMBERS: self._members}.items():
+            for name, view in {**mine, STEPS: self._steps}.items():
                 if name in entries and entries[name].data_ptr() != view.data_ptr():
                     view.copy_(entries[name])
                 entries[name] = view

@@ -59,6 +59,10 @@ _STYLES = {  # of transformers
 }
 
 
+class SplitError(ValueError):
+    """A tp over which the planner cannot split a model; the message says why."""
+
+
 def is_folder(model: str) -> bool:
     """Whether this names a folder with a model's configuration."""
     return Path(model, "config.json").is_file()
@@ -162,6 +166,8 @@ class Sizes:
 class FolderModel:
     """A model on the meta device, split over tp.
 
+    Raises:
+        SplitError: see there.
     Attributes:
         blocks: its repeated modules; kinds: the kind of each, by class and shapes.
     """
@@ -169,8 +175,8 @@ class FolderModel:
     def __init__(self, model: Any, tp: int = 1) -> None:
         self.model = copy.deepcopy(model)
         self._buckets: dict[tuple[Any, ...], GPTBuckets] = {}
-        for name, style in _plan_of(model).items() if tp > 1 else ():
-            _split(self.model, name, style, tp)
+        if tp > 1:
+            _split_all(self.model, tp)
         self.model.tie_weights()
         self.params = [p for p in self.model.parameters() if p.requires_grad]
         for p in self.params:  # the fold counts gradients
@@ -326,18 +332,26 @@ def _plan_of(model: Any) -> dict[str, Any]:
     return plan
 
 
-def _split(model: Any, pattern: str, style: Any, tp: int) -> None:
-    """Shrinks the modules of a pattern to a rank's part.
+def _split_all(model: Any, tp: int) -> None:
+    """Shrinks a model with a plan to a rank's part.
 
     Raises:
-        ValueError: tp does not divide them, or a style that is not known here.
+        SplitError: tp does not divide it, or a style that is not known here.
     """
+    plan = _plan_of(model)
+    for name in ("num_attention_heads", "num_key_value_heads") if plan else ():
+        heads = getattr(model.config, name, None)
+        if isinstance(heads, int) and heads % tp:
+            raise SplitError(f"tp={tp} does not divide {name}={heads}")
+    for pattern, style in plan.items():
+        _split(model, pattern, style, tp)
+
+
+def _split(model: Any, pattern: str, style: Any, tp: int) -> None:
     for name in fnmatch.filter([name for name, _ in model.named_modules()], pattern):
         module, how = model.get_submodule(name), _STYLES.get(style, style)
         if isinstance(how, str):
-            raise ValueError(
-                f"plan: expected {', '.join(_STYLES)} for '{name}', got {style}; use tp=1"
-            )
+            raise SplitError(f"tp above 1: transformers splits '{name}' by {style}")
         if isinstance(how, Divide):
             vars(module).update(how.of_rank(module, tp))
         elif isinstance(how, Column | Row | Vocab | Head):
@@ -355,7 +369,7 @@ def _shrink(module: Any, name: str, tp: int, *, rows: bool) -> None:
             continue
         at = int(rows != turned) if p.dim() > 1 else 0
         if p.shape[at] % tp:
-            raise ValueError(f"plan: tp={tp} does not divide '{name}.{key}', {list(p.shape)}")
+            raise SplitError(f"tp={tp} does not divide '{name}.{key}', {list(p.shape)}")
         part = p.detach().narrow(at, 0, p.shape[at] // tp)
         setattr(module, key, nn.Parameter(torch.empty_like(part), requires_grad=p.requires_grad))
     if turned and not rows:
@@ -446,13 +460,15 @@ def longest(config: Any) -> int:
 
 def fits_of(
     model: Any, template: Setup, *, batch: int, length: int, per_node: int, limit_bytes: float
-) -> list[Fit]:
+) -> tuple[list[Fit], list[str]]:
     """Of each tp, stage and mode the largest micro-batch that fits; else one of one sequence.
+    And why numbers of tp are left out.
 
     Raises:
         ValueError: a batch that no layout divides; a model whose code needs values.
     """
     found: list[Fit] = []
+    left_out = dict[str, None]()
     whole = None
     for tp in divisors(per_node):
         ranks = template.world_size // tp
@@ -461,13 +477,14 @@ def fits_of(
         try:
             split = FolderModel(model, tp)
             one, two = (split.sizes(n, length) for n in (1, 2))
+        except SplitError as error:
+            left_out[str(error)] = None
+            continue
         except (ValueError, RuntimeError, NotImplementedError) as error:
-            if tp > 1:  # sizes that tp does not divide
-                continue
             raise ValueError(
-                f"plan: {type(model).__name__} does not run on the meta device ({error}); use a "
-                "model whose code needs no values of tensors"
-            ) from None
+                f"plan: {type(model).__name__} does not run on the meta device with tp={tp} "
+                f"({error}); use a model whose code needs no values of tensors"
+            ) from error
         numel = sum(p.numel() for p in split.params)
         if tp > 1 and numel == whole:  # nothing is split
             continue
@@ -479,7 +496,7 @@ def fits_of(
             f"plan: expected batch_size as a multiple of the data-parallel ranks, got batch_size="
             f"{batch} with gpus={template.world_size}; use --batch-size {template.world_size}"
         )
-    return found
+    return found, [*left_out]
 
 
 def _largest(
@@ -521,14 +538,14 @@ def make_fits(command: Any, template: Setup, per_node: int, limit_bytes: float) 
     model = load(command.model, template.dtype)
     length = command.block_size or longest(model.config)
     batch = command.batch_size or max(template.world_size, TOKENS // length)
-    fits = fits_of(
+    fits, left_out = fits_of(
         model, template, batch=batch, length=length, per_node=per_node, limit_bytes=limit_bytes
     )
     fits.sort(key=lambda fit: (not fit.fits, fit.setup.tp, _has_full(fit), fit.setup.zero_stage))
     n = sum(p.numel() for p in model.parameters())
     plan = {} if model.config.model_type == "gpt2" else _plan_of(model)
     short = {k: type(_STYLES[how]).__name__.lower() for k, how in plan.items() if how in _STYLES}
-    return FolderPlan(type(model).__name__, n, batch, length, short, fits)
+    return FolderPlan(type(model).__name__, n, batch, length, short, fits, left_out)
 
 
 def _has_full(fit: Fit) -> bool:
@@ -545,6 +562,7 @@ class FolderPlan:
     length: int
     tp_plan: dict[str, str]  # for parallelize(), unless it has one itself
     fits: Sequence[Fit]
+    left_out: Sequence[str]
 
     def lines(self, limit_bytes: float) -> list[str]:
         """The report."""
@@ -563,6 +581,7 @@ class FolderPlan:
             rows.append((layout_text(s), micro, mode, size_text(fit.memory.total), fits))
         widths = [max(map(len, column)) for column in zip(*rows)]
         found += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        found += [f"left out {why}" for why in self.left_out]
         best = self.fits[0]
         found += ["", f"peak     {best.memory} on {layout_text(best.setup)}"]
         s = best.setup

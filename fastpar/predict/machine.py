@@ -1,7 +1,7 @@
 """Speeds of machines: from data sheets, or measured; and which machine a result was measured on.
 
 Cluster has devices and links from the tables devices.csv and links.csv, Network the time of a
-collective on them. DatasheetRates and MeasuredRates are Rates, which all of predict/ uses.
+collective on them, DatasheetRates the time of operations.
 
 [Note: sources] devices.csv has a row per device. Peaks are dense (makers print twice as much for
 sparse matrices): 16-bit products with sums in fp32, and true fp32 products, because torch uses tf32
@@ -62,50 +62,35 @@ a device's rows there.
 the last wave is partly empty, and a small tile reads more per computed element. The best of TILES
 counts, as libraries choose; a long inner dimension can be split too (split K).
 [Note: depth] The beginning and end of a tile's loop cost as much as DEPTH elements of it.
-
-Measured rates are seconds by operation and shape, in a file in the user's cache folder, one per
-device, format, number of ranks and of threads. It records where and when it was made; another
-machine's file is refused.
-
-[Note: shapes that were not measured] are scaled from the nearest shape of the same operation, by
-the larger of the ratios of arithmetic and of bytes; `scaled` lists them for reports.
-
-[Note: overhead] The cost of a step beyond its operations (Python, hooks, autograd, data, the
-control exchange) is one constant each per step, per micro-batch, per layer of a micro-batch and per
-layer of a step. They depend on the engine's work: stage, tp and checkpointing.
 """
 
 from __future__ import annotations
 
 import datetime
 import difflib
-import json
 import math
 import os
 import platform
 import re
 import subprocess
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from fastpar._version import __version__
 from fastpar.axes.offload import Host
-from fastpar.axes.step import CommOp, Op, Setup, Workload
+from fastpar.axes.step import CommOp, Op, Setup
 from fastpar.comm.ranks import available_cores
 from fastpar.doctor.table import cpu_name
 from fastpar.doctor.trial import clock_for, interleave
-from fastpar.files.plain_files import user_cache, write_text
 from fastpar.files.tensor_file import DTYPES
 from fastpar.kernels import linear
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS
-from fastpar.settings.files import check_at_least
 
 GIB = 2**30
 
@@ -176,6 +161,7 @@ LINKS = tuple(Link(*(f(x) for f, x in zip(_OF_LINK, row))) for row in _read("lin
 HOSTS = {
     "blackwell": (716.8e9 / 8, "pcie5"),
     "hopper": (614.4e9 / 8, "pcie5"),
+    "cdna3": (614.4e9 / 8, "pcie5"),
     "ada": (614.4e9 / 8, "pcie4"),
     "ampere": (409.6e9 / 8, "pcie4"),
     "volta": (153.6e9 / 8, "pcie3"),
@@ -240,7 +226,8 @@ def _unknown(
 
 def larger_device(n_bytes: float) -> str | None:
     """The GPU with the least memory of at least n_bytes; None: there is none."""
-    fit = [d for d in DEVICES if d.kind == "cuda" and d.memory_bytes >= n_bytes]
+    fit = [d for d in DEVICES if d.kind == "cuda" and d.per_node > 1]
+    fit = [d for d in fit if d.memory_bytes >= n_bytes]
     return min(fit, key=lambda d: (d.memory_bytes, d.price_per_hour)).name if fit else None
 
 
@@ -268,7 +255,7 @@ class Cluster:
     """Devices of one kind, in nodes of per_node each.
 
     Raises:
-        ValueError: a count below 1; nodes that are not full.
+        ValueError: nodes that are not full.
     """
 
     device: Device
@@ -278,12 +265,6 @@ class Cluster:
     inter: Link
 
     def __post_init__(self) -> None:
-        for name in ("n_devices", "per_node"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"Cluster: expected a positive integer, got {name}={value}; set {name} >= 1"
-                )
         if self.n_devices > self.per_node and self.n_devices % self.per_node:
             raise ValueError(
                 f"Cluster: expected full nodes of per_node={self.per_node}, got "
@@ -304,11 +285,11 @@ class Cluster:
         Args:
             per_node: None: the usual number, or fewer so that nodes are full.
         Raises:
-            ValueError: an unknown name; a count below 1; nodes that are not full.
+            ValueError: an unknown name; nodes that are not full.
         """
         device = find_device(device) if isinstance(device, str) else device
         if per_node is None:
-            most = min(device.per_node, n_devices) if n_devices > 0 else 1
+            most = min(device.per_node, n_devices)
             per_node = next(n for n in range(most, 0, -1) if n_devices % n == 0)
         links = find_link(intra or device.intra), find_link(inter or device.inter)
         return cls(device, n_devices, per_node, *links)
@@ -334,13 +315,7 @@ class Group(NamedTuple):
 
 
 def place(ranks: int, stride: int, per_node: int) -> Group:
-    """The Group of ranks that are `stride` apart.
-
-    Raises:
-        ValueError: a number below 1.
-    """
-    values = {"ranks": ranks, "stride": stride, "per_node": per_node}
-    check_at_least("place", values, dict.fromkeys(values, 1), "count from 1")
+    """The Group of ranks that are `stride` apart."""
     local = max(1, min(ranks, per_node // stride))
     return Group(ranks, local, -(-ranks // local))
 
@@ -429,15 +404,8 @@ class Network:
         Args:
             kind: one of WAYS.
             n_bytes: of the full tensor, as in CommOp.
-        Raises:
-            ValueError: an unknown kind; ranks or stride below 1.
         """
         at = place(ranks, stride, self.cluster.per_node)
-        if kind not in WAYS:
-            raise ValueError(
-                f"Network: expected a kind among {', '.join(WAYS)}, got kind={kind!r}; "
-                "choose one of these"
-            )
         if ranks == 1:
             return Traffic("none", 0.0, 0.0, 0, 0)
         return min((way(at, n_bytes) for way in WAYS[kind]), key=self.traffic_s)
@@ -453,15 +421,6 @@ class Network:
         moving = inside + between if sent.in_turn else max(inside, between)
         hops_s = sent.hops_inside * self.cluster.intra.latency_s
         return moving + hops_s + sent.hops_between * self.cluster.inter.latency_s
-
-    def nic_bytes(self, sent: Traffic) -> float:
-        """Bytes that leave a node through each of its adapters while every rank sends this."""
-        return sent.adapter * (self.cluster.per_node if self.cluster.inter.of_node else 1)
-
-    def step_nic_bytes(self, comms: Iterable[CommOp]) -> float:
-        """The same for all communication of a step."""
-        sent = ((c.count, self.traffic(c.kind, c.bytes, c.ranks, c.stride)) for c in comms)
-        return sum(count * self.nic_bytes(each) for count, each in sent)
 
 
 def _of_device(link: Link, per_node: int) -> float:
@@ -502,6 +461,7 @@ GENERATIONS = {
     "ada": Generation(0.75, (0.60, 0.50), 0.85, 128),
     "hopper": Generation(0.66, (0.60, 0.48), 0.87, 132),
     "blackwell": Generation(0.66, (0.55, 0.45), 0.87, 148),
+    "cdna3": Generation(0.50, (0.50, 0.40), 0.80, 304),
     # A core with fused kernels: no waves, little memory bandwidth compared with GPUs.
     "cpu": Generation(0.75, (0.45, 0.40), 0.70, 1),
 }
@@ -509,31 +469,6 @@ GENERATIONS = {
 LAUNCH_S = {"cuda": 4e-6, "cpu": 5e-6}  # of the device: start and drain of a kernel
 HOST_S = {"cuda": 25e-6, "cpu": 0.0}  # Python, autograd and dispatch of an op outside CUDA graphs
 LAUNCHES = {("matmul", "backward"): 2, ("attention", "backward"): 3, ("layer_norm", "backward"): 2}
-
-
-class Rates(Protocol):
-    """Speeds of a machine: DatasheetRates on paper, MeasuredRates for this machine."""
-
-    def op_s(self, op: Op) -> float:
-        """Seconds of one such operation."""
-
-    def comm_s(self, comm: CommOp) -> float:
-        """Seconds of one such communication."""
-
-    def overhead_s(self, workload: Workload, setup: Setup) -> float:
-        """Seconds of a step outside all Ops and CommOps: Python, hooks, data."""
-
-    @property
-    def peak_flops(self) -> float | None:
-        """FLOP/s of a rank in the weights' format, for MFU; None: not known."""
-
-    @property
-    def overlap(self) -> float:
-        """Fraction of the compute time that can overlap communication; 0: cores do both."""
-
-    @property
-    def host(self) -> Host:
-        """A device's share of its host."""
 
 
 class DatasheetRates:
@@ -551,14 +486,11 @@ class DatasheetRates:
         self._peak = device.peak_flops if self._item == 2 else device.peak_flops_fp32
         self._stream = device.bytes_per_s * self._generation.streamed
         self._known: dict[Any, float] = {}  # a search asks for the same values repeatedly
-        self.peak_flops: float | None = self._peak
+        self.peak_flops = self._peak
         self.generation, self.host = device.generation, host_of(device.generation)
         # Collectives take some of a GPU's multiprocessors and memory bandwidth.
         self.overlap = 0.0 if self._kind == "cpu" else 0.8
-
-    def overhead_s(self, workload: Workload, setup: Setup) -> float:
-        """Data, logging and the optimizer's Python, once per step."""
-        return 1e-3
+        self.overhead_s = 1e-3  # of a step: data, logging and the optimizer's Python
 
     def op_s(self, op: Op) -> float:
         """Seconds of one such operation."""
@@ -636,296 +568,9 @@ class DatasheetRates:
         return best
 
 
-VERSION = 1
-MOST_SPREAD = 0.3  # of the operations; rates that vary more do not predict the next run
-FOLDER = "FASTPAR_RATES"  # environment: another folder
-OpKey = tuple[str, tuple[int, ...], str]
-
-
-class Rate(NamedTuple):
-    """Seconds of one operation, and its work."""
-
-    seconds: float
-    flops: float
-    bytes: float
-
-
-class Overhead(NamedTuple):
-    """Seconds of [Note: overhead]."""
-
-    step: float
-    micro_batch: float
-    layer: float  # of a micro-batch
-    layer_step: float
-
-
-def machine_name() -> str:
-    """This machine's processor and number of logical CPUs."""
-    return f"{cpu_name()}, {os.cpu_count()} CPUs"
-
-
 def gpu_name() -> str:
     """The first GPU's name; "" without one."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-
-
-def rates_folder() -> Path:
-    """The folder of measured rates: FASTPAR_RATES, or fastpar/rates in the user's cache."""
-    named = os.environ.get(FOLDER)
-    return Path(named).expanduser() if named else user_cache() / "rates"
-
-
-def overhead_key(setup: Setup) -> str:
-    """The settings that determine the fixed costs."""
-    split = f"tp {setup.tp}" + (" sequence" if setup.tp > 1 and setup.sequence_parallel else "")
-    split += f" cp {setup.cp}{' by keys' * setup.by_keys}" * (setup.cp > 1)
-    return f"stage {setup.zero_stage}, {split}, {setup.activation_checkpointing}"
-
-
-def comm_key(send: CommOp) -> str:
-    """The key of an exchange's cost, besides its bytes.
-
-    Along tp and cp ranks call and wait at once; other exchanges start in another thread.
-    """
-    return f"{send.kind}, {send.ranks} ranks" + " at once" * (send.axis in ("tp", "cp"))
-
-
-@dataclass(eq=False)  # hashable: a search caches by the object
-class MeasuredRates:
-    """Rates of this machine.
-
-    Attributes:
-        about: machine, gpu, device_type, dtype, dropout, ranks, threads, torch, date, spread
-            (relative, of the operations).
-        ops: seconds and work by name, shape and direction.
-        sends: (bytes, seconds) by kind and ranks, in order of bytes.
-        overheads: by overhead_key().
-        scaled: requested operations that had not been measured.
-    """
-
-    about: dict[str, Any]
-    ops: dict[OpKey, Rate] = field(default_factory=dict)
-    sends: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    overheads: dict[str, Overhead] = field(default_factory=dict)
-    scaled: set[str] = field(default_factory=set)
-
-    @property
-    def host(self) -> Host:
-        """See Rates."""
-        device = device_of(self.about.get("gpu") or "")
-        return host_of("cpu" if device is None else device.generation)
-
-    def __str__(self) -> str:
-        about = self.about
-        ranks, threads = about["ranks"], about["threads"]
-        text = (
-            f"measured on this machine, {ranks} rank{'s' * (ranks > 1)} x {threads} "
-            f"thread{'s' * (threads > 1)}, {about['date']}, spread {about['spread']:.0%}"
-        )
-        if not self.steady:
-            text += (
-                f"; a spread above {MOST_SPREAD:.0%}: the prediction is a rough guess and will not "
-                "be reused; stop other programs and measure again"
-            )
-        return text
-
-    @property
-    def steady(self) -> bool:
-        """Whether the rates vary so little that they are worth storing."""
-        return bool(self.about["spread"] <= MOST_SPREAD)
-
-    def op_s(self, op: Op) -> float:
-        """Seconds of one such operation; see [Note: shapes that were not measured]."""
-        known = self.ops.get(op.key)
-        if known is not None:
-            return known.seconds
-        near = [
-            (_distance(op, shape, rate), rate)
-            for (name, shape, way), rate in self.ops.items()
-            if (name, way) == (op.name, op.key[2])
-        ]
-        self.scaled.add(f"{op.name} {op.shape} {op.key[2]}")
-        if not near:
-            return self._unknown(op)
-        rate = min(near, key=lambda each: each[0])[1]
-        ratios = [op.bytes / rate.bytes if rate.bytes else 0.0]
-        ratios += [op.flops / rate.flops] if rate.flops else []
-        return rate.seconds * max(ratios)
-
-    def _unknown(self, op: Op) -> float:
-        """An operation without any measured shape: by the machine's peak, and its copy rate."""
-        copies = [r.bytes / r.seconds for (name, _, _), r in self.ops.items() if name == "copy"]
-        moved = op.bytes / max(copies) if copies else 0.0
-        return max(op.flops / self.peak_flops if self.peak_flops else 0.0, moved)
-
-    def comm_s(self, send: CommOp) -> float:
-        """Seconds of one such exchange: interpolated between the nearest measured sizes."""
-        if send.ranks <= 1 or send.axis == "control":  # control is part of the overhead
-            return 0.0
-        points = self.sends.get(comm_key(send)) or self._other_sends(send)
-        if not points:
-            return 0.0
-        sizes = [size for size, _ in points]
-        if len(points) == 1 or send.bytes <= sizes[0]:
-            return points[0][1]
-        if send.bytes >= sizes[-1]:
-            return points[-1][1] * send.bytes / sizes[-1]
-        i = bisect_left(sizes, send.bytes)
-        (low, low_s), (high, high_s) = points[i - 1], points[i]
-        return low_s + (high_s - low_s) * (send.bytes - low) / (high - low)
-
-    def _other_sends(self, send: CommOp) -> list[tuple[float, float]]:
-        """The same kind on the nearest number of ranks; else any kind."""
-        self.scaled.add(f"{send.kind} of {send.ranks} ranks")
-        same = [key for key in self.sends if key.startswith(f"{send.kind},")]
-        keys = same or list(self.sends)
-        if not keys:
-            return []
-        ranks = {key: int(key.rpartition(", ")[2].split()[0]) for key in keys}
-        return self.sends[min(keys, key=lambda key: abs(ranks[key] - send.ranks))]
-
-    def overhead_s(self, workload: Workload, setup: Setup) -> float:
-        """Seconds of a step beyond its operations and exchanges; see [Note: overhead]."""
-        of = self.overheads.get(overhead_key(setup)) or self._nearest_overhead(setup)
-        if of is None:
-            return 0.0
-        micro_batches, layers = setup.grad_accum_steps, workload.shape.n_layer / setup.pp
-        return (
-            of.step + micro_batches * (of.micro_batch + layers * of.layer) + layers * of.layer_step
-        )
-
-    def _nearest_overhead(self, setup: Setup) -> Overhead | None:
-        if not self.overheads:
-            return None
-        wanted = overhead_key(setup).split(", ")
-
-        def differences(key: str) -> int:
-            return sum(a != b for a, b in zip(wanted, key.split(", ")))
-
-        self.scaled.add(f"overhead of {overhead_key(setup)}")
-        return self.overheads[min(self.overheads, key=differences)]
-
-    @property
-    def peak_flops(self) -> float | None:
-        """The best rate of a matmul, FLOP/s of a rank."""
-        rates = [r.flops / r.seconds for (name, _, _), r in self.ops.items() if name == "matmul"]
-        return max(rates, default=None)
-
-    @property
-    def overlap(self) -> float:
-        """CPU ranks send with the cores that compute: no overlap. On a GPU other units send."""
-        return 0.0 if self.about["device_type"] == "cpu" else 1.0
-
-    # The file
-
-    @property
-    def path(self) -> Path:
-        """The file's path."""
-        return _path(**self.about)
-
-    def save(self, path: Path | None = None) -> Path:
-        """Writes the file; returns its path."""
-        path = path or self.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = {
-            "version": VERSION,
-            "about": self.about,
-            "ops": [[*key, *rate] for key, rate in self.ops.items()],
-            "sends": self.sends,
-            "overheads": self.overheads,
-        }
-        write_text(path, json.dumps(content, indent=1) + "\n")
-        return path
-
-    @classmethod
-    def load(cls, path: Path) -> MeasuredRates:
-        """The rates of a file.
-
-        Raises:
-            ValueError: the file is damaged, of another version, or of another machine.
-        """
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            version = content["version"]
-            about = dict(content["about"])
-            made_on = about["machine"], about["gpu"] if about["device_type"] == "cuda" else ""
-            if version == VERSION:
-                found = cls(
-                    about,
-                    {(n, tuple(s), w): Rate(*map(_number, r)) for n, s, w, *r in content["ops"]},
-                    {
-                        key: sorted((_number(size), _number(s)) for size, s in points)
-                        for key, points in content["sends"].items()
-                    },
-                    {key: Overhead(*of) for key, of in content["overheads"].items()},
-                )
-                str(found), found.path  # what they need is there
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"MeasuredRates.load: expected a file of measured rates, got path={path} "
-                f"({type(error).__name__}); delete it and run `fastpar plan --measure` again"
-            ) from error
-        if version != VERSION:
-            raise ValueError(
-                f"MeasuredRates.load: expected version={VERSION}, got version={version} in {path}; "
-                "run `fastpar plan --measure` again"
-            )
-        here = machine_name(), gpu_name() if about["device_type"] == "cuda" else ""
-        if made_on != here:
-            where = " with ".join(filter(None, made_on))
-            raise ValueError(
-                f"MeasuredRates.load: expected rates of this machine, got path={path} of "
-                f"{where}; run `fastpar plan --measure` here"
-            )
-        return found
-
-    def update(self, other: MeasuredRates) -> None:
-        """Merges another measurement of the same ranks; its values win."""
-        self.about = other.about
-        self.ops.update(other.ops)
-        self.sends.update(other.sends)
-        self.overheads.update(other.overheads)
-
-
-def _number(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(value)  # load() adds the file's name
-    return number
-
-
-def _distance(op: Op, shape: Sequence[int], rate: Rate) -> float:
-    """The distance of a measured shape from the requested one."""
-    far = sum(abs(math.log(max(a, 1) / max(b, 1))) for a, b in zip(op.shape, shape, strict=False))
-    flops = abs(math.log(op.flops / rate.flops)) if op.flops and rate.flops else 0.0
-    return far + flops
-
-
-def _path(**about: Any) -> Path:
-    """The file of rates of this device_type, dtype, ranks, threads and dropout."""
-    name = "{device_type}_{dtype}_{ranks}x{threads}".format(**about)
-    return rates_folder() / f"{name}{'_dropout' * bool(about['dropout'])}.json"
-
-
-def find_rates(**about: Any) -> MeasuredRates | None:
-    """Rates measured earlier for such ranks, if any.
-
-    Args:
-        about: device_type, dtype, ranks, threads, dropout.
-    Raises:
-        ValueError: see MeasuredRates.load; too large a spread (earlier versions stored such rates).
-    """
-    path = _path(**about)
-    if not path.exists():
-        return None
-    found = MeasuredRates.load(path)
-    if not found.steady:
-        raise ValueError(
-            f"find_rates: expected rates with a spread of at most {MOST_SPREAD:.0%}, got spread="
-            f"{found.about['spread']:.0%} in {path}; run `fastpar plan --measure` while no other "
-            "program runs"
-        )
-    return found
 
 
 class Ceilings(NamedTuple):

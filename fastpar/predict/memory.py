@@ -48,8 +48,6 @@ from __future__ import annotations
 import functools
 import gc
 import math
-import os
-import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -73,7 +71,7 @@ from fastpar.kernels.backend import has_bf16_gemm
 from fastpar.kernels.linear.fp8 import BLOCK
 from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows, workspace_bytes
 from fastpar.optim.adafactor import BATCH
-from fastpar.predict.time import product_bytes, updates_of
+from fastpar.predict.time import matrices_of, product_bytes
 from fastpar.settings.model import (
     GPTConfig,
     Part,
@@ -143,7 +141,7 @@ def states_of(shape: GPTConfig | None, setup: Setup, buckets: GPTBuckets) -> Mem
         state += 4 * sum(map(sum, buckets.matrices)) * elements / buckets.elements
     if setup.optimizer == "muon":  # one momentum, not two moments
         assert shape is not None
-        for found in updates_of(shape, buckets, setup):
+        for found in matrices_of(shape, buckets, setup):
             state -= 4 * found.held
     sizes: dict[str, float] = {"optimizer": state}
     for axis in every():
@@ -513,7 +511,7 @@ def _update_bytes(workload: Workload, setup: Setup, buckets: GPTBuckets) -> floa
     if setup.optimizer == "adafactor":
         return _adafactor_scratch(setup, buckets)
     if setup.optimizer == "muon":
-        found = updates_of(workload.shape, buckets, setup)
+        found = matrices_of(workload.shape, buckets, setup)
         return max(matrices.room(product_bytes(setup)) for matrices in found)
     return 0.0
 
@@ -621,7 +619,6 @@ class StepMemory:
         else:
             self.alive_bytes = alive_bytes() if self._given is None else self._given
             self._shared = shared_bytes()
-            _use_up_warning()
             _start_profiler()
         return self
 
@@ -683,24 +680,6 @@ def alive_bytes() -> int:
 
 # torch's older profiler: unlike the newer one it is local to a thread, so that ranks may be
 # threads, and it prints nothing.
-
-
-@functools.cache
-def _use_up_warning() -> None:
-    """Triggers and hides torch's message on stderr about freed memory that was allocated before
-    the profile (printed the first time and every 1000th), which is expected here."""
-    x = torch.empty(1, dtype=torch.float32, device="cpu")
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        _start_profiler()
-        del x
-        _stop_profiler()
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def _start_profiler() -> None:

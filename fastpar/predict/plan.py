@@ -1,16 +1,16 @@
 """`fastpar plan`: the best parallel layout and micro-batch, with step time, memory and cost.
 
-The machine is one of devices.csv (data sheets) or this one, measured (--measure). memory.py and
-time.py predict the figures; search.py lists the layouts.
+The machine is one of devices.csv. memory.py and time.py predict the figures; search.py lists the
+layouts; with --measure the best of them train a few steps on this machine.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,27 +23,24 @@ from fastpar.predict.machine import (
     Cluster,
     DatasheetRates,
     Device,
-    Network,
     device_table,
     find_device,
     gpu_name,
     larger_device,
 )
-from fastpar.predict.memory import host_bytes, predict_memory
+from fastpar.predict.memory import host_bytes
 from fastpar.predict.run import host_memory
 from fastpar.predict.search import (
     Estimate,
-    MachinePrices,
     families,
     possible_batches,
+    ranked,
     refused,
     search,
     smallest_changes,
     why_not,
 )
 from fastpar.predict.time import (
-    Rates,
-    comm_ops_of,
     cost_per_billion_tokens,
     ops_of,
     predict_step,
@@ -62,7 +59,7 @@ CPU_VOCABULARY = 4096  # of the tokenizer that the trainer learns by default
 # the allocator's fragmentation. On a CPU: a rank's interpreter and libraries.
 GPU_RESERVED_BYTES, GPU_USABLE = 1.5e9, 0.96
 CPU_RESERVED_BYTES = 0.5e9
-MOST_MEASURED = 12  # layouts whose operations --measure measures
+MOST_MEASURED = 12  # layouts that --measure runs
 
 
 @dataclass(frozen=True)
@@ -115,9 +112,9 @@ class PlanCommand(ModelSize):
     json: str | None = None
     """Also write all results to this file."""
     measure: bool = False
-    """Measure this machine for half a minute instead of using data sheets; sets --gpu."""
+    """Rank the best layouts by real steps on this machine, half a minute or more; sets --gpu."""
     quick: bool = False
-    """Measure less."""
+    """Measure fewer steps."""
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -142,7 +139,7 @@ class Plan:
     template: Setup
     cluster: Cluster
     limit_bytes: float
-    rates: Rates
+    rates: DatasheetRates
     rates_text: str
     estimates: Sequence[Estimate] = ()
 
@@ -207,20 +204,12 @@ def make_plan(command: PlanCommand) -> Plan:
     limit = usable_bytes(cluster) * (1 - command.headroom)
     given = template.change(**command.asked)
     among: dict[str, Any] = {"per_node": cluster.per_node, "fixed": command.asked}
-    find = partial(search, workload, given, limit_bytes=limit, **among)
-    rates: Rates = DatasheetRates(cluster, template)
+    rates = DatasheetRates(cluster, template)
     rates_text = (
         f"data sheet of {device.name}; with data sheets the predicted step times of published runs "
         f"on A100 and H100 are off by up to {PUBLISHED_ERROR:.0%}"
     )
-    estimates = find(rates=rates)
-    fits = (e.setup for e in estimates if e.time is not None)
-    setups = [setup for setup in fits if all(axis.can_measure(setup) for axis in every())]
-    if command.measure and setups:
-        from fastpar.predict.measure import measure
-
-        rates = measure(workload, setups[:MOST_MEASURED], quick=command.quick)
-        rates_text, estimates = str(rates), find(rates=rates)
+    estimates = search(workload, given, rates=rates, limit_bytes=limit, **among)
     plan = Plan(command, workload, template, cluster, limit, rates, rates_text, estimates)
     if not estimates:
         near = " or ".join(map(str, possible_batches(workload, given, **among)))
@@ -234,7 +223,27 @@ def make_plan(command: PlanCommand) -> Plan:
     check_fp8(workload, estimates[0].setup, rates, command.gpu)
     problem = refused(workload, estimates[0].setup)
     assert problem is None, problem
-    return plan
+    return _measured(plan) if command.measure else plan
+
+
+def _measured(plan: Plan) -> Plan:
+    """The best layouts with the median times of real steps."""
+    from fastpar.predict.measure import QUICK_SECONDS, SECONDS, measure
+
+    fitting = [e for e in families(plan.estimates) if e.time is not None]
+    some = fitting[:MOST_MEASURED]
+    seconds = QUICK_SECONDS if plan.command.quick else SECONDS
+    found, spreads = [], []
+    for e, times in zip(some, measure(plan.workload, [e.setup for e in some], seconds=seconds)):
+        assert e.time is not None
+        step_s = statistics.median(times)
+        found.append(replace(e, time=e.time.measured(step_s)))
+        spreads.append((max(times) - min(times)) / step_s)
+    text = (
+        f"real steps on this machine, of {len(some)} of {len(fitting)} layouts that fit; steps of "
+        f"the same layout differ by {statistics.median(spreads):.0%}"
+    )
+    return replace(plan, rates_text=text, estimates=ranked(found))
 
 
 _AT_LEAST = {
@@ -362,9 +371,14 @@ def report(plan: Plan) -> str:
     rows = [[*head, "exposed ms", "bubble", "$ / 1e9 tokens"]]
     rows += [_row(plan, estimate) for estimate in fitting[: command.top]]
     lines += _columns(rows)
-    if plan.rates.peak_flops is not None:
-        lines += ["", f"MFU      {peak_text(plan, plan.rates.peak_flops)}"]
-    lines.append("exposed  time of a step that only waits for communication")
+    device = plan.cluster.device
+    lines += [
+        "",
+        "MFU      FLOPs of the model per step, without recomputation, as a share of "
+        f"{plan.rates.peak_flops / 1e12:,.4g} TFLOP/s per rank, the {plan.template.dtype} peak of "
+        f"{device.name} ({device.source}), which no training reaches",
+        *["exposed  time of a step that only waits for communication"] * (not command.measure),
+    ]
     losers = {layout_text(e.setup): e for e in best[1 : 2 * command.top]}
     n_more = len(best) - 1 - len(losers)
     for e in estimates[1:]:
@@ -379,48 +393,12 @@ def report(plan: Plan) -> str:
         *why,
         *[f"  and {n_more} more layouts; --top shows more, --json all"] * (n_more > 0),
         "",
-        *filter(None, (axis.verdict(estimates, command.asked) for axis in every())),
         f"memory   {winner.memory}",
-        f"time     {', '.join(parts)}",
+        *[f"time     {', '.join(parts)}"] * bool(parts),
     ]
     if on_host := host_bytes(workload, winner.setup):
         lines.append(f"host     {size_text(on_host)} of host memory per rank")
-    for axis in every():
-        lines += axis.facts(workload, winner.setup)
-    sent = nic_bytes(plan, winner.setup)
-    if sent:
-        lines.append(
-            f"network  {size_text(sent)} per step leave a node through each network adapter "
-            f"({plan.cluster.inter.name})"
-        )
-    eights = fp8_text(workload, winner.setup, plan.rates)
-    if eights:
-        lines += ["", "fp8", *eights]
-    nodes = plan.cluster.n_devices // plan.cluster.per_node
-    prices = MachinePrices(plan.rates, nodes)
-    for axis in reversed(every()):
-        if more := axis.what_if(workload, winner.setup, prices):
-            lines += ["", *more]
     return "\n".join([*lines, "", *command_lines(plan, winner.setup)])
-
-
-def nic_bytes(plan: Plan, setup: Setup) -> float:
-    """Bytes of a step that leave a node through each of its network adapters."""
-    return Network(plan.cluster).step_nic_bytes(comm_ops_of(plan.workload, setup))
-
-
-def peak_text(plan: Plan, peak: float) -> str:
-    """The peak behind MFU, and its source."""
-    device = plan.cluster.device
-    size = f"{peak / 1e12:,.4g} TFLOP/s" if peak >= 1e12 else f"{peak / 1e9:,.4g} GFLOP/s"
-    whose = "the fastest matrix product measured here"
-    if not plan.command.measure:
-        whose = f"the {plan.template.dtype} peak of {device.name} ({device.source}), which no "
-        whose += "training reaches"
-    return (
-        f"FLOPs of the model per step, without recomputation, as a share of {size} per rank, "
-        f"{whose}"
-    )
 
 
 def _recompute(setup: Setup) -> str:
@@ -439,14 +417,16 @@ def _row(plan: Plan, estimate: Estimate) -> list[str]:
         size_text(estimate.memory.total),
         number_text(time.step_s * 1e3, 4),
         f"{time.tokens_per_s:,.0f}",
-        "" if time.mfu is None else f"{time.mfu:.1%}",
-        number_text(time.exposed_s * 1e3),
-        f"{time.bubble_s / time.step_s:.1%}" if setup.pp > 1 else "",
+        f"{time.mfu:.1%}",
+        number_text(time.exposed_s * 1e3) * bool(time.parts),
+        f"{time.bubble_s / time.step_s:.1%}" if setup.pp > 1 and time.parts else "",
         f"{cost:,.2f}",
     ]
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table as lines, without columns that have a title only."""
+    rows = list(zip(*(column for column in zip(*rows) if any(column[1:]))))
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
@@ -500,7 +480,6 @@ def _write_json(plan: Plan, path: Path) -> None:
             {
                 **e.setup.in_effect(),
                 "fits": e.time is not None,
-                "nic_bytes": nic_bytes(plan, e.setup),
                 "host_bytes": host_bytes(plan.workload, e.setup),
                 "memory_bytes": {**vars(e.memory), "total": e.memory.total},
                 "time": None if e.time is None else asdict(e.time),
@@ -514,7 +493,6 @@ def _write_json(plan: Plan, path: Path) -> None:
 # Matrix products in fp8
 
 LEAST_GAIN = 0.03  # of a step: with less, no published run of such a model was faster
-_WIDTHS = range(256, 16385, 256)
 
 
 def saved_s(workload: Workload, setup: Setup, rates: DatasheetRates, layers: str) -> float:
@@ -529,40 +507,7 @@ def saved_s(workload: Workload, setup: Setup, rates: DatasheetRates, layers: str
     return total
 
 
-def pays_from(workload: Workload, setup: Setup, rates: DatasheetRates, layers: str) -> int | None:
-    """The least width at which a model with as many layers and tokens gains LEAST_GAIN."""
-    for width in _WIDTHS:
-        shape = replace(workload.shape, n_embd=width, n_head=width // 64)
-        wider = replace(workload, shape=shape)
-        if (
-            saved_s(wider, setup, rates, layers)
-            >= LEAST_GAIN * predict_step(wider, setup, rates).step_s
-        ):
-            return width
-    return None
-
-
-def fp8_text(workload: Workload, setup: Setup, rates: Rates) -> list[str]:
-    """A line for MLPs and one for all layers; none for a device without fp8 products."""
-    if not isinstance(rates, DatasheetRates) or not rates.has_fp8:
-        return []
-    # Other blocks than GPT-2's, experts and grids have no fp8 products.
-    if not workload.shape.is_gpt2 or workload.shape.n_expert or setup.tp_grid is not None:
-        return []
-    lines, plain = [], setup.change(fp8="none")
-    step_s, whole = predict_step(workload, plain, rates).step_s, predict_memory(workload, plain)
-    for layers in ("mlp", "all"):
-        gain = saved_s(workload, plain, rates, layers) / step_s
-        less = whole.total - predict_memory(workload, setup.change(fp8=layers)).total
-        verdict = "pays" if gain >= LEAST_GAIN else f"does not pay: less than {LEAST_GAIN:.0%}"
-        lines.append(
-            f"  --fp8 {layers}: saves {gain:.1%} of the step (products minus casts) and takes "
-            f"{size_text(abs(less))} {'less' if less >= 0 else 'more'} memory per rank; {verdict}"
-        )
-    return lines
-
-
-def check_fp8(workload: Workload, setup: Setup, rates: Rates, device: str) -> None:
+def check_fp8(workload: Workload, setup: Setup, rates: DatasheetRates, device: str) -> None:
     """Refuses fp8 if it cannot pay, and states the figures.
 
     Raises:
@@ -571,23 +516,19 @@ def check_fp8(workload: Workload, setup: Setup, rates: Rates, device: str) -> No
     """
     if setup.fp8 == "none":
         return
-    if not isinstance(rates, DatasheetRates) or not rates.has_fp8:
+    if not rates.has_fp8:
         raise ValueError(
-            "plan: expected the data sheet of a GPU with fp8 products (l40s, h100, b200) and "
-            f"dtype=bf16 for fp8={setup.fp8}, got gpu={device} dtype={setup.dtype}; drop --fp8 and "
-            "--measure, or choose another --gpu"
+            "plan: expected a GPU with fp8 products (l40s, h100, b200) and dtype=bf16 for "
+            f"fp8={setup.fp8}, got gpu={device} dtype={setup.dtype}; drop --fp8, or choose another "
+            "--gpu"
         )
     plain = setup.change(fp8="none")
-    step_s, gain_s = (
-        predict_step(workload, plain, rates).step_s,
-        saved_s(workload, plain, rates, setup.fp8),
-    )
+    step_s = predict_step(workload, plain, rates).step_s
+    gain_s = saved_s(workload, plain, rates, setup.fp8)
     if gain_s < LEAST_GAIN * step_s:
-        width = pays_from(workload, plain, rates, setup.fp8)
-        way = f"it would pay from n_embd={width} on" if width else "it would pay at no width"
         raise ValueError(
             f"plan: expected fp8 to save at least {LEAST_GAIN:.0%} of a step, got fp8={setup.fp8} "
             f"with n_embd={workload.shape.n_embd}: {number_text(gain_s * 1e3)} of "
-            f"{number_text(step_s * 1e3, 4)} ms, "
-            f"{gain_s / step_s:.1%} (products minus casts); drop --fp8, {way}"
+            f"{number_text(step_s * 1e3, 4)} ms, {gain_s / step_s:.1%} (products minus casts); "
+            "drop --fp8, which pays in wider models"
         )

@@ -5,9 +5,8 @@ here exactly if `fastpar train` refuses it: each candidate is turned into the ru
 check themselves. Layouts that do not fit are kept, to report by how much.
 
 [Note: bounds] Predicting the step of a pipeline needs a simulation, and there are far too many. So
-they are simulated in the order of a cheap lower bound: the step without its bubble, plus the least
-wait of its stages. The search stops at the first bound above the best step found. What is left out
-could not win: see test_the_bounds_leave_out_no_winner.
+layouts are tried in the order of a cheap lower bound: the step without its bubble, which for others
+is the whole step. What is left out could not win: see test_the_bounds_leave_out_no_winner.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ from itertools import count, takewhile
 from typing import Any
 
 from fastpar.axes import every, number_text
-from fastpar.axes.data import elements_of
-from fastpar.axes.pipeline import least_wait_s
-from fastpar.axes.step import ALIKE, CommOp, Op, Setup, Workload
-from fastpar.comm.recorder import ring_bytes
+from fastpar.axes.step import ALIKE, Setup, Workload
+from fastpar.predict.machine import DatasheetRates
 from fastpar.predict.memory import Memory, format_bytes, host_bytes, predict_memory
-from fastpar.predict.time import Rates, StepTime, comm_ops_of, ops_of, predict_step
+from fastpar.predict.time import StepTime, predict_step
 from fastpar.settings.mesh import divisors
 
 CHECKPOINTING = ("none", "selective", "full")
@@ -66,35 +63,6 @@ class Estimate:
 def family_of(setup: Setup) -> tuple[Any, ...]:
     """See Estimate.family."""
     return tuple(axis.compared(setup) for axis in every())
-
-
-@dataclass(frozen=True)
-class MachinePrices:
-    """Predicted costs of layouts on a machine of some nodes, for Axis.what_if()."""
-
-    rates: Rates
-    nodes: int
-
-    def step_s(self, workload: Workload, setup: Setup) -> float:
-        return predict_step(workload, setup, self.rates).step_s
-
-    def op_s(self, op: Op) -> float:
-        return self.rates.op_s(op)
-
-    def ops_s(self, workload: Workload, setup: Setup) -> float:
-        return sum(self.op_s(op) * op.count for op in ops_of(workload, setup))
-
-    def comm_s(self, comm: CommOp) -> float:
-        return self.rates.comm_s(comm)
-
-    def sent_bytes(self, workload: Workload, setup: Setup) -> float:
-        """Of gradients and weights, by a rank in a step."""
-        axes = ("dp", "shard", "copies")
-        comms = (c for c in comm_ops_of(workload, setup) if c.axis in axes)
-        return sum(c.count * ring_bytes(c.kind, int(c.bytes), c.ranks) for c in comms)
-
-    def stepped_elements(self, workload: Workload, setup: Setup) -> float:
-        return elements_of(workload, setup)[1]
 
 
 def layouts(
@@ -141,16 +109,15 @@ def search(
     workload: Workload,
     template: Setup,
     *,
-    rates: Rates,
+    rates: DatasheetRates,
     limit_bytes: float,
     per_node: int,
-    checkpointing: Collection[str] = CHECKPOINTING,
     fixed: Collection[str] = (),
 ) -> list[Estimate]:
-    """The best of each layout and checkpointing mode, fastest first; what does not fit comes last.
+    """The best of each layout and checkpointing mode, ranked(); what does not fit comes last.
 
-    For each layout and checkpointing mode the micro-batch is the fastest that fits. Of layouts of
-    equal speed the simplest comes first: see Axis.place, then least recomputation.
+    For each layout and checkpointing mode the micro-batch is the fastest that fits; of pipelines
+    only layouts that are not much slower than the fastest are predicted.
 
     Args:
         template: world size, formats, device and transport of all candidates.
@@ -160,14 +127,18 @@ def search(
     """
     every_way = list(layouts(workload, template, per_node, fixed))
     found: list[Estimate] = []
-    among = workload, rates, limit_bytes, checkpointing
     for last in (False, True):
         ways = [way for way in every_way if is_last_resort(way) is last]
-        found += try_all(*among, [way for way in ways if way.pp == 1])
-        found += try_in_order(*among, [way for way in ways if way.pp > 1], found)
+        found += try_in_order(workload, rates, limit_bytes, ways)
         if any(e.time for e in found):
             break
-    found.sort(key=lambda e: e.rank)
+    return ranked(found)
+
+
+def ranked(estimates: Iterable[Estimate]) -> list[Estimate]:
+    """The fastest first. Of those of equal speed the simplest leads: see Axis.place, then least
+    recomputation."""
+    found = sorted(estimates, key=lambda e: e.rank)
     if found and found[0].time is not None:
         enough = (1 + ALIKE) * found[0].step_s
         simplest = min((e for e in found if e.step_s <= enough), key=lambda e: e.complexity)
@@ -176,69 +147,37 @@ def search(
     return found
 
 
-def try_all(
-    workload: Workload,
-    rates: Rates,
-    limit_bytes: float,
-    checkpointing: Iterable[str],
-    ways: Iterable[Setup],
-) -> Iterator[Estimate]:
-    """The best micro-batch of each layout and mode."""
-    for way in ways:
-        for mode in checkpointing:
-            best: Estimate | None = None
-            for setup in micro_batches(workload, way.change(activation_checkpointing=mode)):
-                memory = predict_memory(workload, setup)
-                if memory.total > limit_bytes:  # larger ones will not fit either
-                    best = best or Estimate(setup, memory, None)
-                    break
-                time = predict_step(workload, setup, rates)
-                if best is None or time.step_s < best.step_s:
-                    best = Estimate(setup, memory, time)
-            if best is not None:
-                yield best
-
-
 def try_in_order(
     workload: Workload,
-    rates: Rates,
+    rates: DatasheetRates,
     limit_bytes: float,
-    checkpointing: Iterable[str],
     ways: Iterable[Setup],
-    others: Collection[Estimate],
+    modes: Iterable[str] = CHECKPOINTING,
 ) -> Collection[Estimate]:
-    """The best of each family that is not much slower than the fastest; see [Note: bounds].
-
-    Args:
-        others: layouts found without simulation; if empty, layouts that do not fit are kept.
-    """
-    bounds = []
-    for way in ways:
-        for mode in checkpointing:
-            for setup in micro_batches(workload, way.change(activation_checkpointing=mode)):
-                time = predict_step(workload, setup, rates, bubble=False)
-                passes = ("forward", "backward", "recompute", "loss")
-                waits = least_wait_s(setup, sum(time.parts[name] for name in passes))
-                bounds.append((time.step_s + waits, setup))
-    found: dict[tuple[Any, ...], Estimate] = {}
-    fastest_s = min((e.step_s for e in others), default=float("inf"))
-    for bound, setup in sorted(bounds, key=lambda pair: pair[0]):
-        if bound > SHOWN * fastest_s:
-            break
-        family = family_of(setup)
-        known = found.get(family)
-        if known is not None and known.step_s <= bound:
+    """The best micro-batch of each layout and mode; see [Note: bounds]."""
+    bounds = [
+        (predict_step(workload, setup, rates, bubble=False), setup)
+        for way in ways
+        for mode in modes
+        for setup in micro_batches(workload, way.change(activation_checkpointing=mode))
+    ]
+    found: dict[Any, Estimate] = {}
+    fastest_s = float("inf")
+    for time, setup in sorted(bounds, key=lambda pair: pair[0].step_s):
+        piped = setup.pp > 1
+        if piped and time.step_s > SHOWN * fastest_s:
+            continue
+        key = family_of(setup), None if piped else setup.activation_checkpointing
+        known = found.get(key)
+        if known is not None and known.step_s <= time.step_s:
             continue
         memory = predict_memory(workload, setup)
         if memory.total <= limit_bytes:
-            time = predict_step(workload, setup, rates)
+            time = predict_step(workload, setup, rates) if piped else time
             fastest_s = min(fastest_s, time.step_s)
-            if known is None or time.step_s < known.step_s:
-                found[family] = Estimate(setup, memory, time)
-        elif not others:
-            estimate = Estimate(setup, memory, None)
-            if known is None or estimate.rank < known.rank:
-                found[family] = estimate
+        estimate = Estimate(setup, memory, time if memory.total <= limit_bytes else None)
+        if known is None or estimate.rank < known.rank:
+            found[key] = estimate
     return found.values()
 
 
@@ -271,7 +210,7 @@ def why_not(loser: Estimate, winner: Estimate, limit_bytes: float) -> str:
     shown = [
         f"{name} +{number_text(s * 1e3)} ms" for name, s in worst if s > 0.1 * worst[0][1] and s > 0
     ]
-    return f"{100 * slower:.1f} % slower: " + ", ".join(shown)
+    return f"{100 * slower:.1f} % slower" + ": " * bool(shown) + ", ".join(shown)
 
 
 def refused(workload: Workload, setup: Setup) -> str | None:

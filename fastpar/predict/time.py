@@ -36,9 +36,8 @@ from fastpar.axes.pipeline.schedules import time_of as simulated
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.engine.control import count_words
 from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows
-from fastpar.predict.machine import STEPS, Cluster, Rates
+from fastpar.predict.machine import STEPS, Cluster, DatasheetRates
 from fastpar.settings import model as block
-from fastpar.settings.files import check_at_least
 from fastpar.settings.model import (
     GPTConfig,
     Part,
@@ -58,15 +57,14 @@ def product_flops(short: int, long: int) -> float:
     return 4.0 * short * short * long + 2.0 * short**3
 
 
-class MatrixUpdates(NamedTuple):
+class Matrices(NamedTuple):
     """The matrices that Muon updates on a rank, shared out evenly among dp x tp ranks.
 
     Attributes:
         kinds: number of parameters of (matrices in it, short side, long side), before tp and dp.
         numel: elements that a replica has of them on a rank of tp, along dp on n_shards ranks.
         n_dp: ranks that share the work; n_tp: ranks of tp.
-        batches: buckets with matrices, which are exchanged one after the other.
-        largest: elements of the largest of these.
+        largest: elements of the bucket that has most of them.
     """
 
     kinds: Counter[tuple[int, int, int]]
@@ -74,7 +72,6 @@ class MatrixUpdates(NamedTuple):
     n_dp: int
     n_tp: int
     n_shards: int
-    batches: int
     largest: int
 
     @property
@@ -90,29 +87,15 @@ class MatrixUpdates(NamedTuple):
         ranks = self.n_dp * self.n_tp
         return max(1 / ranks, max(costs.values()) / total) if total else 1 / ranks
 
-    @property
-    def sent(self) -> tuple[float, float]:
-        """Elements that a rank sends per step along dp, and along tp."""
-        others = self.held * (self.n_dp - 1)  # an average rank's results, to those that lack them
-        along = 2 * others / self.n_dp if self.n_shards > 1 else others / self.n_dp
-        column = self.numel / self.n_dp
-        return along, column * (1 + (self.n_tp - 2) / self.n_tp) * (self.n_tp > 1)
-
-    @property
-    def messages(self) -> tuple[int, int]:
-        """All-to-alls per step along dp, and along tp."""
-        both = 1 + (self.n_shards > 1)
-        return self.batches * both * (self.n_dp > 1), 2 * self.batches * (self.n_tp > 1)
-
     def room(self, item: int) -> float:
         """Bytes of temporary memory; item: of an element of the products.
 
-        A rank has its slices, if sharded also all of its own matrices whole; then, batch by batch,
-        what arrived, what the products need, and results on their way, which stay along tp, and
-        unsharded also along dp.
+        A rank has its slices, if sharded also all of its own matrices whole; then, bucket by
+        bucket, what arrived, what the products need, and results on their way, which stay along
+        tp, and unsharded also along dp.
         """
         sharded, own, one = self.n_shards > 1, self.numel / self.n_dp, 0
-        each = self.largest / self.n_dp  # a rank's own of a batch
+        each = self.largest / self.n_dp  # a rank's own of a bucket
         for count, short, long in self.kinds:
             running = 2 * short * (short + long)
             finished = short * long * (count - 1)
@@ -128,8 +111,8 @@ class MatrixUpdates(NamedTuple):
 _token_flops = functools.lru_cache(1024)(flops_per_token)
 
 
-def updates_of(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> list[MatrixUpdates]:
-    """The matrices of a rank with these buckets; experts on ep ranks separately."""
+def matrices_of(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> list[Matrices]:
+    """Muon's matrices of a rank with these buckets; experts on ep ranks separately."""
     shards, apart = setup.n_shards if setup.stage else 1, bool(buckets.of_experts)
     found = [_matrices(shape, buckets, setup.data, setup.tp, shards, False)]
     if apart:
@@ -141,7 +124,7 @@ def updates_of(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> list[Matr
 @functools.lru_cache(1024)
 def _matrices(
     shape: GPTConfig, buckets: GPTBuckets, dp: int, tp: int, n_shards: int, of_experts: bool
-) -> MatrixUpdates:
+) -> Matrices:
     sizes, sides = widths(shape), {}
     for part in (*block_parts(shape, experts=True), *block_parts(shape)):
         if part.op == "matmul":
@@ -149,17 +132,16 @@ def _matrices(
             both = sorted((sizes[part.into], sizes[part.out] // many))
             sides[f"{part.name}.weight", part.on == "experts"] = many, *both
     bucket_of, kinds = {s.registered: s.bucket for s in buckets.layout.slots}, Counter[Any]()
-    batches = Counter[int]()
+    of_bucket = Counter[int]()
     for i in buckets.hidden:
         if bool(buckets.layout.buckets[bucket_of[i]].key) == of_experts:
             stack = len(buckets.shapes[i]) == 3
             many, *both = sides[buckets.names[i], stack]
             kind = (buckets.shapes[i][0] if stack else many, *both)
             kinds[kind] += 1
-            batches[bucket_of[i]] += math.prod(buckets.shapes[i])
-    numel, largest = sum(batches.values()), max(batches.values(), default=0)
-    n_dp = n_shards if n_shards > 1 else dp
-    return MatrixUpdates(kinds, numel, n_dp, tp, n_shards, len(batches), largest)
+            of_bucket[bucket_of[i]] += math.prod(buckets.shapes[i])
+    numel, largest = sum(of_bucket.values()), max(of_bucket.values(), default=0)
+    return Matrices(kinds, numel, n_shards if n_shards > 1 else dp, tp, n_shards, largest)
 
 
 def product_bytes(setup: Setup) -> int:
@@ -247,13 +229,13 @@ def _updates(workload: Workload, setup: Setup) -> Iterator[Op]:
     mine = math.ceil(shard)
     of_element = 2 * setup.grad_bytes + 2 * setup.weight_bytes + 2 * setup.state_bytes
     if setup.optimizer == "muon":
-        for matrices in updates_of(workload.shape, buckets_of(workload, setup), setup):
+        for matrices in matrices_of(workload.shape, buckets_of(workload, setup), setup):
             mine -= math.ceil(matrices.held)
             yield from _matrix_updates(matrices, setup)
     yield Op("optimizer", (mine,), "forward", 15.0 * mine, mine * of_element, 1)
 
 
-def _matrix_updates(matrices: MatrixUpdates, setup: Setup) -> Iterator[Op]:
+def _matrix_updates(matrices: Matrices, setup: Setup) -> Iterator[Op]:
     """Products of the rank with the most of them, and the elementwise work."""
     item = product_bytes(setup)
     for (many, short, long), count in matrices.kinds.items():
@@ -273,7 +255,7 @@ def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
     """What a rank communicates in one optimizer step."""
     found = [comm for axis in reversed(every()) for comm in axis.comms(workload, setup)]
     if setup.optimizer == "muon":
-        found += _to_homes(workload, setup)
+        found += _to_owners(workload, setup)
     if setup.world_size > 1:
         ends, each = _parameters(workload.shape)
         words = count_words(ends + each * -(-workload.shape.n_layer // setup.pp))
@@ -290,16 +272,15 @@ def _parameters(shape: GPTConfig) -> tuple[int, int]:
     return ends, each
 
 
-def _to_homes(workload: Workload, setup: Setup) -> Iterator[CommOp]:
-    """Muon's matrices to their ranks and back."""
-    item, along = product_bytes(setup), "shard" if setup.stage else "dp"
-    found = updates_of(workload.shape, buckets_of(workload, setup), setup)
+def _to_owners(workload: Workload, setup: Setup) -> Iterator[CommOp]:
+    """Muon's matrices to the ranks that update them, and back."""
+    item, axis = product_bytes(setup), "shard" if setup.stage else "dp"
+    found = matrices_of(workload.shape, buckets_of(workload, setup), setup)
     for matrices, stride in zip(found, (setup.tp, setup.tp * setup.ep)):
-        ranks = (along, matrices.n_dp, stride), ("tp", setup.tp, 1)
-        for (axis, n, apart), sent, count in zip(ranks, matrices.sent, matrices.messages):
-            if count:
-                n_bytes = item * sent * n / (n - 1) / count
-                yield CommOp("all_to_all", axis, n_bytes, n, apart, count, "update")
+        along, column = item * matrices.held, item * matrices.numel / matrices.n_dp
+        times = 1 + (matrices.n_shards > 1)
+        yield CommOp("all_to_all", axis, along, matrices.n_dp, stride, times, "update")
+        yield CommOp("all_to_all", "tp", column, setup.tp, 1, 2, "update")
 
 
 F, I, W = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741
@@ -319,7 +300,7 @@ class StepTime:
             ep, pp, control), bubble, waiting for the host's step (offload) and other; they add up
             to step_s.
         tokens_per_s: of all ranks.
-        mfu: None without a known peak.
+        mfu: FLOPs of the model over the devices' peak.
     """
 
     step_s: float
@@ -329,49 +310,33 @@ class StepTime:
     bubble_s: float
     parts: dict[str, float]
     tokens_per_s: float
-    mfu: float | None
+    mfu: float
+
+    def measured(self, step_s: float) -> StepTime:
+        """A real step that took so long; its parts are not known."""
+        faster = self.step_s / step_s
+        return StepTime(step_s, 0, 0, 0, 0, {}, self.tokens_per_s * faster, self.mfu * faster)
 
 
 def predict_step(
-    workload: Workload, setup: Setup, rates: Rates, *, bubble: bool = True
+    workload: Workload, setup: Setup, rates: DatasheetRates, *, bubble: bool = True
 ) -> StepTime:
     """The time of a step.
 
     Args:
+        setup: dp * micro_batch_size * grad_accum_steps is the batch.
         bubble: False: without the waits of pipeline stages, which need a simulation.
-    Raises:
-        ValueError: a batch that is not dp * micro_batch_size * grad_accum_steps; ranks that tp and
-            pp do not divide.
     """
-    check(workload, setup)
+    rows = setup.dp * setup.micro_batch_size * setup.grad_accum_steps
+    assert rows == workload.batch_size, (rows, workload.batch_size)
     ops, comms = ops_of(workload, setup), comm_ops_of(workload, setup)
     return time_of(workload, setup, rates, ops, comms, bubble=bubble)
-
-
-def check(workload: Workload, setup: Setup) -> None:
-    """Raises ValueError for arguments that predict_step refuses."""
-    counts = ("world_size", "tp", "cp", "pp", "micro_batch_size", "grad_accum_steps")
-    values = {name: getattr(setup, name) for name in counts}
-    check_at_least("predict_step", values, dict.fromkeys(counts, 1), "count from 1")
-    if setup.world_size % (setup.tp * setup.cp * setup.pp):
-        axes = "tp * pp" if setup.cp == 1 else "tp * cp * pp"
-        raise ValueError(
-            f"predict_step: expected {axes} to divide world_size={setup.world_size}, got "
-            f"{axes}={setup.tp * setup.cp * setup.pp}; choose another tp"
-        )
-    rows = setup.dp * setup.micro_batch_size * setup.grad_accum_steps
-    if rows != workload.batch_size:
-        raise ValueError(
-            "predict_step: expected batch_size = dp * micro_batch_size * grad_accum_steps = "
-            f"{setup.dp} * {setup.micro_batch_size} * {setup.grad_accum_steps} = {rows}, got "
-            f"batch_size={workload.batch_size}; change one of them"
-        )
 
 
 def time_of(
     workload: Workload,
     setup: Setup,
-    rates: Rates,
+    rates: DatasheetRates,
     ops: Iterable[Op],
     comms: Iterable[CommOp],
     *,
@@ -408,18 +373,17 @@ def time_of(
         parts["bubble"] = _bubble_s(passes, workload.shape, setup, waited, message_s)
     if setup.offload is not None:
         parts["offload"] = waiting_s(workload, setup, rates.host, *one)
-    parts["other"] = rates.overhead_s(workload, setup)
+    parts["other"] = rates.overhead_s
     step_s = sum(parts.values())
-    tokens_per_s, peak, mfu = workload.tokens_per_step / step_s, rates.peak_flops, None
-    if peak is not None:
-        mfu = tokens_per_s * _token_flops(workload.shape) / (setup.world_size * peak)
+    tokens_per_s = workload.tokens_per_step / step_s
+    mfu = tokens_per_s * _token_flops(workload.shape) / (setup.world_size * rates.peak_flops)
     exposed_s = sum(exposed.values())
     return StepTime(step_s, compute_s, comm_s, exposed_s, parts["bubble"], parts, tokens_per_s, mfu)
 
 
 def _exposed(
     setup: Setup,
-    rates: Rates,
+    rates: DatasheetRates,
     comms: Iterable[CommOp],
     parts: dict[str, float],
     windows: tuple[float, float],
@@ -464,12 +428,8 @@ def cost_per_billion_tokens(
 
     Args:
         price_per_hour: of one device; None: the table's.
-    Raises:
-        ValueError: a negative price.
     """
     price = cluster.device.price_per_hour if price_per_hour is None else price_per_hour
-    values, advice = {"price_per_hour": price}, "pass the price of one device"
-    check_at_least("cost_per_billion_tokens", values, {"price_per_hour": 0}, advice)
     return price * cluster.n_devices / 3600 * 1e9 / time.tokens_per_s
 
 

@@ -133,7 +133,7 @@ class OptimSettings:
     """Learning rate of the outer optimizer. With 1 and outer-momentum 0, weights are averaged."""
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer optimizer."""
-    outer_wire: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
+    outer_wire: Literal["fp32", "bf16", "int8"] = "fp32"
     """Format that replicas exchange. fp32: the weights; others: compressed weight differences.
     The compression error is added to the next exchange."""
     max_grad_norm: float = 1.0

@@ -60,19 +60,13 @@ class Precision:
 class Wires:
     """Compressed communication, for slow links."""
 
-    gradients: Annotated[Literal["fp32", "bf16", "int8", "int4"], called("wire_gradients")] = "fp32"
+    gradients: Annotated[Literal["fp32", "bf16", "int8"], called("wire_gradients")] = "fp32"
     """Compress sent gradients, with stochastic rounding; sums are fp32.
     fp32: no compression, send in reduce-dtype."""
-    weights: Annotated[Literal["bf16", "int8", "fp8"] | None, called("wire_weights")] = None
-    """Format of gathered weights (ZeRO 1 to 3); unset: not compressed.
-    fp8 needs ZeRO 3 and fp8-scaling tensor, and is lossless there."""
-    error_feedback: bool = False
-    """Add the compression error of each gradient to the next one; ZeRO 2 and 3 need error-buffer.
-    Memory: none at ZeRO 1, 4 bytes per parameter at ZeRO 0."""
-    error_buffer: bool = False
-    """Error feedback at ZeRO 2 and 3 too; takes 4 bytes per parameter on every rank."""
+    weights: Annotated[Literal["bf16", "int8"] | None, called("wire_weights")] = None
+    """Format of gathered weights (ZeRO 1 to 3); unset: not compressed."""
     node_size: int | None = None
-    """Data-parallel ranks per node: compressed gradients are first summed within a node."""
+    """Data-parallel ranks per node, for secondary-shards."""
     secondary_shards: bool = False
     """At ZeRO 3, each rank keeps 1 / node-size of gathered weights.
     Backward then gathers within the node only."""

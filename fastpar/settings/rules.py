@@ -2,8 +2,7 @@
 
 A rule is checked as soon as all settings and facts that it names are known. Facts are: `dtype`
 after auto is resolved, the model's sizes (n_layer, n_head, n_embd, shape), `dp` (the number of
-data-parallel ranks) and `delayed_scales`. Rules about facts that are learned later are checked
-then.
+data-parallel ranks). Rules about facts that are learned later are checked then.
 
 [Note: spelling] In a text, <pp> becomes `--pp` for a command and `pp` for a function; <pp=2>
 becomes `--pp 2` or `pp=2`; of <schedule=zb-h1|zb-v> the value that is set is named; {lr} is
@@ -23,11 +22,8 @@ from fastpar.settings.mesh import CHUNKS, parse_grid, pp_chunks, pp_split
 from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import FlagsT, TrainFlags
 
-DEFAULTS: dict[str, Any] = TrainFlags().settings() | {"dp": 1, "delayed_scales": False}
-FACTS = {
-    "dp": "data-parallel ranks",
-    "delayed_scales": "<fp8> with <fp8_scaling=tensor>",
-}
+DEFAULTS: dict[str, Any] = TrainFlags().settings() | {"dp": 1}
+FACTS = {"dp": "data-parallel ranks"}
 COMMANDS = ("train", "plan", "profile", "compare")  # their errors name flags
 
 
@@ -210,13 +206,13 @@ PAIRS: list[Pair] = [
     Pair("deterministic", "reduce_dtype bf16 fp16", _ROUNDED),
     Pair("deterministic", "outer_wire"),
     Pair("deterministic", "wire_gradients", "compression depends on the number of ranks"),
-    Pair("deterministic", "wire_weights bf16 int8", "compression depends on the number of ranks"),
+    Pair("deterministic", "wire_weights", "compression depends on the number of ranks"),
     Pair("offload", "wire_gradients"),
     Pair("offload", "wire_weights"),
     Pair("offload", "node_size"),
     Pair("ep", "node_size"),
     Pair("reduce_dtype", "wire_gradients", "both set the format of sent gradients"),
-    Pair("reduce_dtype", "wire_weights bf16 int8"),
+    Pair("reduce_dtype", "wire_weights"),
     Pair("transport shm and dp >1", "wire_gradients", "ranks read each other's memory directly"),
     Pair("transport shm and dp >1", "wire_weights", "ranks read each other's memory directly"),
     Pair("cuda_graphs True", "device cpu", "a CPU has no graphs"),
@@ -244,18 +240,7 @@ NEEDS: tuple[Needs, ...] = (
     Needs("fp8_emulate", "fp8"),
     Needs("fp8_weight_gradient fp8", "fp8_scaling tensor", "all ranks have to use one scale"),
     Needs("wire_weights", "zero_stage 1 2 3", "ZeRO 0 gathers no weights"),
-    Needs("wire_weights fp8", "zero_stage 3"),
-    Needs("wire_weights fp8", "delayed_scales", "it sends the fp8 weights of the products"),
-    Needs("error_feedback", "wire_gradients", "without compression there is no error"),
-    Needs("error_buffer", "wire_gradients", "without compression there is no error"),
-    Needs(
-        "error_feedback and zero_stage 2 3",
-        "error_buffer",
-        "ZeRO 2 and 3 free the gradients that would hold the errors",
-        "add <error_buffer> (4 bytes per parameter), use <zero_stage=1>",
-    ),
-    Needs("node_size", "wire_gradients or secondary_shards"),
-    Needs("node_size", "zero_stage 1 2 3 or secondary_shards"),
+    Needs("node_size", "secondary_shards"),
     Needs("secondary_shards", "zero_stage 3"),
     Needs("secondary_shards", "node_size"),
     Needs("replicas", "outer_every", "", "add <outer_every=50> to synchronize every 50 steps"),
@@ -272,10 +257,7 @@ IDLE: tuple[Needs, ...] = (
     Needs("outer_wire", "replicas", idle=True),
     *(
         Needs(name, "dp >1", "", "add ranks to <nproc>", idle=True)
-        for name in (
-            *("wire_gradients", "wire_weights", "check_replicas_every"),
-            *("error_feedback", "error_buffer", "node_size"),
-        )
+        for name in ("wire_gradients", "wire_weights", "check_replicas_every", "node_size")
     ),
     *(
         Needs(name, "nproc >1", idle=True)
@@ -485,12 +467,6 @@ RULES: list[Rule] = [
         "node_size to divide the number of ranks per sharding group, and to be smaller",
         "set it to the ranks per node, or drop <node_size> if there is only one node",
     ),
-    Rule(
-        ("node_size", "wire_gradients", "shard_size", "dp"),
-        lambda n, wire, shards, dp: n is None or wire == "fp32" or (shards or dp) >= dp,
-        "no node_size with compressed gradients and shard_size={shard_size}",
-        "drop <shard_size> or <node_size>",
-    ),
 ]
 OF_IDLE = tuple(needs.rule() for needs in IDLE) + tuple(
     Rule(
@@ -578,7 +554,6 @@ def known(flags: TrainFlags, shape: GPTConfig | None) -> dict[str, Any]:
         shape: the model's shape; None: not known yet.
     """
     values = flags.settings()
-    values["delayed_scales"] = values["fp8"] != "none" and values["fp8_scaling"] == "tensor"
     if values["dtype"] == "auto":
         del values["dtype"]
     for name in ("n_layer", "n_head", "n_embd", "block_size"):

@@ -70,7 +70,6 @@ class Bucket:
     unit: int  # -1 without units
     part: int = 0  # chunk of a pipeline's rank
     key: str = ""  # of parameters with the same groups of ranks, see axes/__init__.py, Travel
-    rounded: bool = False  # weights that are gathered as the codes of 8-bit products
 
     @property
     def shard_numel(self) -> int:
@@ -81,7 +80,7 @@ class Bucket:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
 
-_Kind = tuple[int, int, str, bool]  # unit, part, key, rounded: equal in a bucket
+_Kind = tuple[int, int, str]  # unit, part, key: equal in a bucket
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,6 @@ def build_layout(
     alone: Container[int] = (),
     part_of: Sequence[int] | None = None,
     keys: Mapping[int, str] | None = None,
-    rounded: Container[int] = (),
     spread: Mapping[str, int] | None = None,
     flags: bool = True,
 ) -> Layout:
@@ -135,7 +133,6 @@ def build_layout(
         keys: of parameters that are replicated over other ranks than the rest: in separate buckets.
         spread: by key: number of ranks over which its parameters are split; n_shards / spread ranks
             shard their buckets.
-        rounded: parameters that are gathered in another format: in separate buckets.
         flags: whether buckets have `used`, see the top of the file.
     Raises:
         ValueError: n_shards below 1; a cap that is not above 0.
@@ -155,7 +152,7 @@ def build_layout(
     units = [-1] * len(specs) if unit_of is None else unit_of
     parts = [0] * len(specs) if part_of is None else part_of
     keys, spread = keys or {}, spread or {}
-    kinds = [(units[i], parts[i], keys.get(i, ""), i in rounded) for i in range(len(specs))]
+    kinds = [(units[i], parts[i], keys.get(i, "")) for i in range(len(specs))]
     closed: list[tuple[torch.dtype, _Kind, list[int]]] = []
     for dtype in dict.fromkeys(spec.dtype for spec in specs):
         itemsize = (grad_dtype or dtype).itemsize
@@ -170,7 +167,7 @@ def build_layout(
                 closed.append((dtype, kind, [i]))
                 continue
             n_bytes = _round_up(specs[i].numel, ALIGN) * itemsize
-            ended = [k for k in groups if k[:3] == before != kind[:3]]
+            ended = [k for k in groups if k == before != kind]
             ended = [k for k in ended if sizes[k] >= first_bucket_bytes / 4]
             full = sizes.get(kind, 0) >= cap / 4 and sizes[kind] + n_bytes > cap * 9 / 8
             for other in ended + [kind] * full:

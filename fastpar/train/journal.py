@@ -215,8 +215,10 @@ def plot_loss(rows: Iterable[dict[str, Any]], path: str | Path, *, title: str) -
     steps, losses = few(points["loss"], _MOST_POINTS)
     if len(steps):
         axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)
-        bold = runs.smoothed(losses.tolist(), min(19, len(losses) // 30))
-        axes.plot(steps, bold, color="tab:blue", linewidth=2, label="train (smoothed)")
+        reach = min(19, len(losses) // 30)
+        # The last means have few neighbours: they would show the last steps' noise.
+        bold = runs.smoothed(losses.tolist(), reach)[: len(losses) - reach // 2]
+        axes.plot(steps[: len(bold)], bold, color="tab:blue", linewidth=2, label="train (smoothed)")
     steps, losses = few(points["val_loss"], _MOST_POINTS)
     if len(steps):
         axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="validation")
@@ -224,11 +226,10 @@ def plot_loss(rows: Iterable[dict[str, Any]], path: str | Path, *, title: str) -
             f"{losses[-1]:.3f}",
             (steps[-1], losses[-1]),
             textcoords="offset points",
-            xytext=(0, -15),
-            ha="center",
+            xytext=(5, -3),
             color="tab:orange",
         )
-    axes.margins(y=0.1)
+    axes.margins(x=0.08, y=0.1)
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("loss (nats per token)")

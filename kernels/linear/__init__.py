@@ -258,13 +258,7 @@ class _OwnBackward(torch.autograd.Function):
         if queue is not None:
             queue.later(ctx.weight, _product_later(rows.t(), x_rows, ctx.wide))
         elif found is not None:
-            out, add = found
-            if out.dtype != weight.dtype:
-                wide_product(rows.t(), x_rows, out, add=add)
-            elif add:
-                add_matmul_(out, rows.t(), x_rows)
-            else:
-                dweight = matmul(rows.t(), x_rows, out=out)
+            wide_product(rows.t(), x_rows, found[0], add=found[1])
         return dx, dweight, dbias, None, None
 
 
@@ -314,9 +308,7 @@ def linear(
     queue = queue_for(weight)
     if queue is not None:
         return _OwnBackward.apply(x, weight, bias, queue, None)
-    place = place_for(weight)
-    if place is None and x.dtype != torch.float32 and use_wide(x):
-        place = place_for(weight, "fastpar_wide_place")
+    place = place_for(weight) if x.dtype != torch.float32 and use_wide(x) else None
     if place is not None:
         apply = _own_backward if _has_storage(x) else _OwnBackward.apply
         return apply(x, weight, bias, None, place)

@@ -144,7 +144,6 @@ class DelayedScales:
     Args:
         layers: number of linear layers, counted from 0, also if a rank has only some.
     Attributes:
-        gathered: Fp8.round_part()'s findings for weights, which replace those of products.
         averaged: ranks whose gradients are averaged: the ratio of dy to that of one process.
         overflows: fp64 [layers, 3], values of x, weight, dy that overflowed in the last step.
     """
@@ -153,7 +152,6 @@ class DelayedScales:
         self.history = torch.zeros(HISTORY, layers, 3, dtype=torch.float32, device="cpu")
         self.overflows = torch.zeros(layers, 3, dtype=torch.float64, device="cpu")
         self.steps, self.averaged = 0, 1
-        self.gathered: dict[int, Tensor] = {}
         self._noted: Tensor | None = None  # [2, layers, 3]: largest values, overflows
         self._scales: Tensor | None = None
 
@@ -176,15 +174,13 @@ class DelayedScales:
         x, weight, dy = found
         if self._noted is None or self._noted.device != dy.device:
             self._noted = dy.new_zeros(2, *self.overflows.shape, dtype=torch.float64)
-        _kernels(own).note_(self._noted, layer, (x, self.gathered.get(layer, weight), dy))
+        _kernels(own).note_(self._noted, layer, (x, weight, dy))
 
     def take(self, device: torch.device) -> Tensor:
         """This rank's records of the step, flat; the next step begins."""
         noted, self._noted = self._noted, None
         if noted is None:
             noted = torch.zeros(2, *self.overflows.shape, dtype=torch.float64, device=device)
-        for layer, found in self.gathered.items():  # also for a rank without a backward
-            noted[0, layer, WEIGHT] = torch.maximum(noted[0, layer, WEIGHT], found[0].amax())
         return noted.flatten()
 
     def give(self, total: Tensor, rows: Tensor) -> None:
@@ -194,7 +190,6 @@ class DelayedScales:
         self.history = torch.cat((tops[None].float(), self.history.to(tops.device)[:-1]))
         self.overflows = total.view(2, *self.overflows.shape)[1]
         self.steps, self._scales = self.steps + 1, None
-        self.gathered.clear()
 
     def forget(self) -> None:
         """Drops the records: the gradients of this step were zeroed."""
@@ -213,7 +208,6 @@ class DelayedScales:
         """Loads state_dict() of as many layers."""
         self.history = torch.tensor(state["history"], dtype=torch.float32, device="cpu")
         self.steps, self._noted, self._scales = state["steps"], None, None
-        self.gathered.clear()
 
 
 @dataclass(frozen=True)
@@ -269,21 +263,6 @@ class Fp8:
         """linear(x, weight, bias, fp8=self), for shapes that fit."""
         self._check(x, weight)
         return _Linear.apply(x, weight, bias, self)
-
-    def round_part(self, part: Tensor, ranks: int) -> Tensor:
-        """uint8 codes of a rank's shard [S] of the weight, equal to those of the full weight:
-        rounded values lose the original ones, shards do not. ranks: those with one shard each; each
-        counts a full weight's overflows, once per backward."""
-        assert self.scales is not None
-        found: Any = torch.zeros(2, dtype=torch.float64, device=part.device)
-        codes = part.new_empty(0, dtype=torch.uint8)
-        if part.numel():
-            rows = part.view(-1, math.gcd(part.numel(), 64))  # a tile of the kernel's
-            rounded, found = self._round(rows, WEIGHT, self._runs_own(part))
-            found[1] *= ranks
-            codes = rounded.codes.view(torch.uint8).view(-1)
-        self.scales.gathered[self.layer] = found
-        return codes
 
     def _runs_own(self, x: Tensor) -> bool:
         return not self.emulate and use_triton("linear_fp8", x)

@@ -8,14 +8,11 @@ So a pipeline sends dx as early as it can, and fills its waiting time with the r
 are kept. The bits are those of an undivided backward. A layer reads the current queue when its
 forward runs, and keeps it for its backward, which autograd may run in another thread.
 
-[Note: places] In an undivided backward the product is written directly to where the gradient is
-kept, if such memory is offered: weight.fastpar_place is a function of the weight and of the node
-that accumulates its gradient (None: unknown), which returns the memory and whether to add the
-product to it; or None, and the gradient takes the usual way. Memory
-of the weight's dtype that holds nothing yet: autograd passes the gradient on as usual, hooks see
-it, and the provider of the memory finds it there instead of copying it; if it is added, autograd
-gets none. fp32 memory for a 16-bit weight is weight.fastpar_wide_place: the product, which is
-summed in fp32, goes there without rounding to 16 bits, and autograd gets no gradient.
+[Note: places] In an undivided backward the product of a 16-bit weight is written directly to where
+an fp32 gradient is kept, if such memory is offered: weight.fastpar_wide_place is a function of the
+weight and of the node that accumulates its gradient (None: unknown), which returns the memory and
+whether to add the product to it; or None, and the gradient takes the usual way. The product, which
+is summed in fp32, goes there without rounding to 16 bits, and autograd gets no gradient.
 See __init__.py, [Note: wide gradients]. On a GPU the loss and the embedding use it, too: the
 gradient of a tied table, which both have in fp32, is then never rounded nor copied.
 """
@@ -78,16 +75,16 @@ def queue_for(weight: Tensor) -> WeightGradients | None:
 Place = Callable[..., tuple[Tensor, bool] | None]  # of (weight, its node of autograd, if known)
 
 
-def offers_place(weight: Tensor, name: str) -> bool:
+def offers_place(weight: Tensor) -> bool:
     """Whether memory for this weight's gradient is offered. torch.compile sees none."""
-    return not torch.compiler.is_compiling() and name in weight.__dict__
+    return not torch.compiler.is_compiling() and WIDE in weight.__dict__
 
 
-def place_for(weight: Tensor, name: str = "fastpar_place") -> Place | None:
+def place_for(weight: Tensor) -> Place | None:
     """The provider of memory for this weight's gradient, in a current forward; None: none."""
-    if not offers_place(weight, name):
+    if not offers_place(weight):
         return None
-    place: Place = getattr(weight, name)
+    place: Place = getattr(weight, WIDE)
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return None
     if in_transform() or forward_ad._current_level >= 0:

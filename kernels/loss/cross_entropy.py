@@ -297,10 +297,13 @@ _cross_entropy_bwd = define_op(
     lambda dlogits, by: _scaled(dlogits, by, torch.empty_like(dlogits)),
     lambda dlogits, by: torch.empty_like(dlogits),
 )
-define_op(
-    "cross_entropy_bwd_(Tensor(a!) dlogits, Tensor by) -> ()",
-    lambda dlogits, by: _scaled(dlogits, by, dlogits),
-)
+
+
+def _scale_(dlogits: Tensor, by: Tensor) -> None:
+    _scaled(dlogits, by, dlogits)
+
+
+define_op("cross_entropy_bwd_(Tensor(a!) dlogits, Tensor by) -> ()", _scale_)
 # The loss of cross_entropy_, as a function of the logits that it has overwritten.
 _attach = define_op(
     "cross_entropy_attach(Tensor dlogits, Tensor loss, Tensor factor) -> Tensor",

@@ -37,7 +37,7 @@ from torch import Tensor
 from fastpar.kernels import _C
 from fastpar.kernels.backend import FLOATS, use_cpp, use_triton, wide
 from fastpar.kernels.linear import add_matmul_, matmul, use_gemm, wide_product
-from fastpar.kernels.linear.weight_gradients import WIDE, offers_place, wide_room
+from fastpar.kernels.linear.weight_gradients import offers_place, wide_room
 from fastpar.kernels.loss.cross_entropy import (
     check_loss,
     count_targets,
@@ -376,7 +376,7 @@ def linear_cross_entropy(
             "drop it to use the default"
         )
     need = may_need_grad(x), may_need_grad(weight)
-    usual = weight_grad is None and not offers_place(weight, WIDE)
+    usual = weight_grad is None and not offers_place(weight)
     op = "linear_cross_entropy"
     if usual and (use_cpp(op, x) or use_triton(op, x)):
         loss, *_ = _linear_cross_entropy(

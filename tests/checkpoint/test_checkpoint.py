@@ -186,8 +186,7 @@ def test_a_link_that_moves_while_it_is_read(tmp_path, monkeypatch, ranks, stage)
     if ranks > 1:
         return
     said = []
-    assert commands.verify(tmp_path / "latest", said.append)
-    commands.inspect(tmp_path / "latest", "wpe.weight", said.append)
+    assert commands.verify(tmp_path / "latest", said.append, "wpe.weight")
     assert "DAMAGED" not in "".join(said)
     verify_checkpoint(tmp_path / "latest")
     load_weights(tmp_path / "latest")
@@ -409,7 +408,7 @@ def test_buffers_of_every_dtype(tmp_path, ranks, stage):
 
     path = run_ranks(work, ranks)[0]
     said = []
-    commands.inspect(path, None, said.append)
+    assert commands.verify(path, said.append, "")
     assert len([line for line in said if line.startswith(tuple(STORED))]) == len(STORED)
 
 
@@ -554,7 +553,7 @@ def test_a_state_of_another_program(tmp_path):
         ({None: 2}, "expected names that are strings in a state, got None; convert it"),
         ({"step": 7}, "expected a state without key 'step', which save.. adds; rename"),
         ({"model": "x"}, "expected a state without key 'model'"),
-        ({"n": 10**50}, "can be read back, got a number of 51 digits; save large"),
+        ({"x": "a" * (1 << 25)}, r"can be read back, got 33\d+ bytes; save large"),
         ({"x": torch.ones(2)}, "expected a state of JSON values, got Object of type Tensor is not"),
     ],
 )

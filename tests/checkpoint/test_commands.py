@@ -1,4 +1,4 @@
-"""verify, inspect and export of runs, checkpoints and folders of transformers."""
+"""verify and export of runs, checkpoints and folders of transformers."""
 
 import json
 import math
@@ -15,17 +15,13 @@ from safetensors.torch import load_file, save_file
 from saved import same_weights
 
 from fastpar import GPT, AdamW, GPTConfig
-from fastpar.checkpoint import reader as reader_module
 from fastpar.checkpoint.commands import (
     examine,
     export_weights,
     find_folders,
-    inspect,
-    stats_of,
     verify,
 )
 from fastpar.checkpoint.manifest import MANIFEST, digest_of
-from fastpar.checkpoint.reader import TensorReader, list_plain_tensors
 from fastpar.checkpoint.restore import load_checkpoint, load_weights
 from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.cli import main
@@ -151,9 +147,8 @@ def test_folders_of_transformers(tmp_path):
 
 def test_folders_that_are_none(tmp_path, monkeypatch):
     def refused(words, folder):
-        for act in (lambda f: verify(f, print), lambda f: inspect(f, None, print)):
-            with pytest.raises(ValueError, match=words):
-                act(folder)
+        with pytest.raises(ValueError, match=words):
+            verify(folder, print)
 
     refused(r"fastpar \w+: expected a run, .*\(no such folder\)", tmp_path / "none")
     (tmp_path / "file").write_text("")
@@ -170,17 +165,22 @@ def test_folders_that_are_none(tmp_path, monkeypatch):
     refused(r"got folder=.* \(Permission denied\); name one that exists", tmp_path)
 
 
+def tensors_of(folder, pattern=""):
+    """The lines of the table of tensors."""
+    lines = []
+    verify(folder, lines.append, pattern)
+    return lines[next(i for i, line in enumerate(lines) if line.startswith("tensor ")) + 1 :]
+
+
 def test_a_checkpoint_without_manifest_and_damage_that_stops_the_table(run):
     folder, newest = find_folders("f", run)[1:]
     (folder / MANIFEST).unlink()
     assert find_folders("f", folder) == [folder]
     assert not said(verify, folder)[0]
-    with pytest.raises(ValueError, match=r"manifest.json \(no such file\)"):
-        inspect(folder, None, print)
-    name = next(n for n in os.listdir(newest) if n.startswith("optimizer-"))
-    flip(newest / name)
-    with pytest.raises(ValueError, match=rf"got other content in .*{name}; the checkpoint is dam"):
-        inspect(newest, None, lambda line: None)
+    flip(newest / next(n for n in os.listdir(newest) if n.startswith("optimizer-")))
+    lines = []
+    assert not verify(newest, lines.append, "")
+    assert not any(line.startswith("tensor ") for line in lines)
 
 
 def test_the_table(made, run, tmp_path):
@@ -188,11 +188,9 @@ def test_the_table(made, run, tmp_path):
     _, model, optimizer = made
 
     def names(folder, pattern):
-        return [line.split()[0] for line in said(inspect, folder, pattern)[1][2:]]
+        return [line.split()[0] for line in tensors_of(folder, pattern)]
 
-    _, lines = said(inspect, run, None)
-    assert lines[0] == f"{run}/checkpoints/step_000003"
-    rows = {line.split()[0]: line for line in lines[2:]}
+    rows = {line.split()[0]: line for line in tensors_of(run)}
     assert len(rows) == 28 * 4
     weight = model.h[1].mlp.c_fc.weight
     for name, shape, x in (
@@ -205,8 +203,8 @@ def test_the_table(made, run, tmp_path):
         assert re.fullmatch(pattern, rows[name])
     assert names(run, "*.wpe.*") == ["transformer.wpe.weight"]
     assert len(names(run, "h.0.ln_1.bias")) == 4
-    with pytest.raises(ValueError, match=r"pattern of tensors in .*, got filter=x\*; the fir"):
-        inspect(run, "x*", print)
+    with pytest.raises(ValueError, match=r"pattern of tensors in .*, got tensors=x\*; the fir"):
+        verify(run, print, "x*")
     deep = GPT(replace(CONFIG, n_layer=11))
     path = save_checkpoint(tmp_path / "deep", step=1, model=deep, optimizer=None)
     assert names(path, "ln_1.bias") == [f"transformer.h.{i}.ln_1.bias" for i in range(11)]
@@ -220,13 +218,14 @@ def test_names_of_others_command_no_terminal(tmp_path, capsys):
     model[name].sum().backward()
     optimizer.step()
     path = save_checkpoint(tmp_path, step=1, model=model, optimizer=optimizer)
-    printed = [said(inspect, path, None)[1], said(verify, path)[1]]
-    for command in ("inspect", "verify"):
-        main([command, str(path)])
-        printed.append(capsys.readouterr().out.splitlines())
+    printed = [tensors_of(path), said(verify, path)[1]]
+    main(["verify", str(path), "--tensors"])
+    printed.append(capsys.readouterr().out.splitlines())
+    with pytest.raises(ValueError, match="the first tensor is") as error:
+        verify(path, lambda line: None, "none")
+    printed.append([str(error.value)])
     refused = [
         (lambda: load_checkpoint(path, model=torch.nn.Linear(2, 2)), "got no weight"),
-        (lambda: inspect(path, "none", print), "the first tensor is"),
     ]
     with (path / "model.safetensors").open("rb+") as file:
         file.seek(-1, os.SEEK_END)
@@ -255,18 +254,14 @@ def test_names_of_others_command_no_terminal(tmp_path, capsys):
     assert printable("a\n\tb\x9b\r\udc80") == r"a" + "\n\t" + r"b\x9b\r\udc80"
 
 
-def test_nonfinite_values_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader_module, "BLOCK_BYTES", 8)
+def test_nonfinite_values_are_counted(tmp_path):
     tensors = {"a": torch.tensor([1.0, -2.0, math.nan, math.inf, 4.0]), "c": torch.zeros(0)}
     tensors |= {"b": torch.full((3,), math.nan), "d": torch.tensor([3, -4], dtype=torch.int8)}
     save_file(tensors, tmp_path / "model.safetensors")
-    manifest = list_plain_tensors(tmp_path)
-    with TensorReader(tmp_path, manifest) as reader:
-        stats = {t.key: stats_of(reader.chunks([t])) for t in manifest.weights}
-    assert stats["a"] == pytest.approx((math.sqrt(21), -2.0, 1.0, 4.0, 2))
-    assert (stats["b"].nonfinite, math.isnan(stats["b"].mean)) == (3, True)
-    assert (stats["c"].norm, stats["c"].nonfinite) == (0.0, 0)
-    assert stats["d"] == (5.0, -4.0, -0.5, 3.0, 0)
+    stats = {row.split()[0]: row.split()[-5:] for row in tensors_of(tmp_path)}
+    assert [float(x) for x in stats["a"]] == [4.583, -2.0, 1.0, 4.0, 2]
+    assert (stats["b"][2:], stats["c"]) == (["nan", "nan", "3"], ["0", *["nan"] * 3, "0"])
+    assert stats["d"] == ["5", "-4", "-0.5", "3", "0"]
 
 
 # export: the same bytes, or another dtype from the masters; never half of a folder

@@ -44,10 +44,6 @@ def chunk_bytes(request, monkeypatch):
     monkeypatch.setattr(reader_module, "BLOCK_BYTES", request.param * 2)
 
 
-def chunks(reader, entries):
-    return torch.cat([chunk.clone() for chunk in reader.chunks(entries)])
-
-
 def test_pieces_are_put_together_by_index(made, chunk_bytes):
     folder, manifest = made
     files = {entry.file: load_file(folder / entry.file) for entry in manifest.optimizer}
@@ -64,7 +60,6 @@ def test_pieces_are_put_together_by_index(made, chunk_bytes):
             assert whole.shape == found[0].shape
             at = [i for entry in found for i in indices(entry.runs)]
             assert torch.equal(whole.view(-1)[at], values)
-            assert torch.equal(chunks(reader, found), values)
 
 
 def test_every_dtype_and_holes(tmp_path, chunk_bytes):
@@ -86,7 +81,6 @@ def test_every_dtype_and_holes(tmp_path, chunk_bytes):
     manifest = Manifest(1, {"a": FileEntry(len(raw), first, head)}, (), (entry,))
     with TensorReader(tmp_path, manifest) as reader:
         assert reader.read([entry]).tolist() == [[5.0, 6.0], [0.0, 1.0]]
-        assert chunks(reader, [entry]).tolist() == [0.0, 1.0, 5.0, 6.0]
 
 
 def test_damage_is_found_as_the_bytes_pass_and_missing_files_are_named(made):
@@ -104,8 +98,7 @@ def test_damage_is_found_as_the_bytes_pass_and_missing_files_are_named(made):
     raw[place.stop - 1] ^= 1
     moments.write_bytes(raw)
     text = rf"ln_f.bias/exp_avg, elements 0 to 3 as saved, got other content in .*{OPTIMIZER}; the"
-    for way in (TensorReader.chunks, TensorReader.read):
-        refused(f"TensorReader: expected {text}", found, way)
+    refused(f"TensorReader: expected {text}", found)
     moments.unlink()
     refused(rf"got no such file in .*{OPTIMIZER}; the checkpoint", found)
     weights.write_bytes(weights.read_bytes()[:-1])

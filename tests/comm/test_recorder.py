@@ -21,6 +21,7 @@ from fastpar.comm.recorder import (
     StepTimer,
     WireMeter,
     busy_ms,
+    in_turn,
     now_ms,
     ring_bytes,
     window,
@@ -35,7 +36,7 @@ class Operation(Handle):
     """Complete when the test says so; it takes `ms`."""
 
     def __init__(self, ms=None, over=False):
-        self.over, self.looked_at, self.waited = (threading.Event() for _ in range(3))
+        self.over, self.waited = (threading.Event() for _ in range(2))
         self._ms = ms
         if over:
             self.over.set()
@@ -45,8 +46,6 @@ class Operation(Handle):
         assert self.over.wait(10)
 
     def is_completed(self):
-        if self.over.is_set():
-            self.looked_at.set()
         return self.over.is_set()
 
     @property
@@ -71,32 +70,29 @@ class Inner(Collectives):
     _all_to_all = _send = _recv = _begin
 
 
-def test_an_operation_ends_when_it_is_complete_and_a_wait_is_noted_with_it():
+def test_an_operation_is_as_long_as_its_transport_says_and_begins_in_its_turn():
     recorder, inner = Recorder(), Inner()
     recorder.watch(inner, REDUCE)
     recorder.on = True
-    handle = inner.all_reduce(torch.ones(3), async_op=True)
-    before = now_ms()
-    inner.operations[0].over.set()
-    assert inner.operations[0].looked_at.wait(10)
-    assert handle.is_completed()
-    handle._lock.acquire()  # the watcher has noted it
-    handle._lock.release()
-    after = now_ms()
-    handle.wait()
-    moved, waited = sorted(recorder.spans, key=lambda s: s.row)
-    assert (moved.row, moved.name, moved.size_bytes) == (REDUCE, "all_reduce", 12)
-    assert moved.begin_ms <= before <= moved.end_ms <= after
-    assert waited.row == WAIT
-    assert waited.begin_ms >= after
+    handles = [inner.all_reduce(torch.ones(3), async_op=True) for _ in range(2)]
+    for operation, ms in zip(inner.operations, (500.0, 300.0)):
+        operation._ms = ms
+        operation.over.set()
+    for handle in (*handles, handles[0]):
+        handle.wait()
+    first, second = (s for s in in_turn(recorder.spans) if s.row == REDUCE)
+    assert (first.name, first.size_bytes) == ("all_reduce", 12)
+    assert (first.end_ms - first.begin_ms, second.end_ms - second.begin_ms) == (500, 300)
+    assert second.begin_ms == first.end_ms
+    assert sum(s.row == WAIT for s in recorder.spans) == 3
     recorder.spans.clear()  # one that is waited for in the call
     thread = threading.Thread(target=lambda: inner.all_reduce(torch.ones(3)))
     thread.start()
-    while len(inner.operations) < 2:
+    while len(inner.operations) < 3:
         pass
-    assert inner.operations[1].waited.wait(10)
+    assert inner.operations[2].waited.wait(10)
     middle = now_ms()
-    inner.operations[1].over.set()
+    inner.operations[2].over.set()
     thread.join(10)
     assert sorted(s.row for s in recorder.spans) == [REDUCE, WAIT]
     assert all(s.begin_ms <= middle <= s.end_ms for s in recorder.spans)

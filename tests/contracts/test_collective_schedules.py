@@ -196,7 +196,6 @@ def test_volumes_are_the_textbook_s(stage):
         run.train()
         said = run.train()
         assert sent(operations(said)) / KIB * W / (W - 1) == volumes[stage]
-        assert sum(run.engine.wire_bytes().values()) == sent(operations(said))
         assert "C" in run.words(said)
         assert CONTROL / W < 1024  # a rank's part, whatever P is
         run.optimizer = AdamW(run.model.parameters(), max_grad_norm=1.0)
@@ -233,7 +232,6 @@ def test_volumes_of_hsdp(d):
                 "replicate": 2 * (P / d) * (copies - 1) / copies,
                 "gather": gathers * (d - 1) / d,
             }
-            assert sum(run.engine.wire_bytes().values()) == sent(said)
 
 
 def test_16_bit_gradients_halve_the_reduction():

@@ -14,7 +14,6 @@ from programs import assert_same
 from torch import nn
 
 from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
-from fastpar.engine import engine as engine_module
 from fastpar.engine.bucket import BucketState
 from fastpar.kernels import backend, embedding, linear, linear_cross_entropy, make_key
 from fastpar.nn.recompute import recompute
@@ -102,7 +101,6 @@ def named_grads(engine):
 @pytest.fixture
 def wide(monkeypatch):
     """Names of gradients that autograd has nothing of: they are in the bucket before."""
-    monkeypatch.setattr(engine_module, "may_be_compiled", lambda: False)  # by an earlier test
     found, take_all = set(), BucketState.take_all
 
     def noting(bucket, grads):

@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastpar
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
-from fastpar.engine import engine as engine_module
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.placements import Partial, Replicate, Shard
 from fastpar.testing import run_ranks
@@ -109,8 +108,7 @@ def walked():
     return calls
 
 
-def test_a_gradient_walks_as_the_readme_describes(monkeypatch):
-    monkeypatch.setattr(engine_module, "may_be_compiled", lambda: False)  # by an earlier test
+def test_a_gradient_walks_as_the_readme_describes():
     text = (PACKAGE / "engine/README.md").read_text().split("## A gradient's walk")[1]
     walk, beside = text.split("\n## ")[0].split("Beside")
     steps = re.findall(r"^\d+\. `(.*?)` `(.*?)`", walk, re.MULTILINE)
@@ -144,9 +142,8 @@ class Collecting(nn.Linear):
         return super().forward(x)
 
 
-def test_nobody_but_the_model_need_hold_its_engine(monkeypatch):
+def test_nobody_but_the_model_need_hold_its_engine():
     """While a forward runs, modules do not have their parameters, which hold the engine."""
-    monkeypatch.setattr(engine_module, "may_be_compiled", lambda: False)  # by an earlier test
 
     def of_rank(stage):
         model = parallelize(Collecting(4, 4), Mesh(device="cpu"), Parallel.of(zero_stage=stage))
@@ -158,9 +155,8 @@ def test_nobody_but_the_model_need_hold_its_engine(monkeypatch):
         assert run_ranks(of_rank, 2, stage) == [2, 2]
 
 
-def test_autograd_of_parameters_is_for_gathered(monkeypatch):
+def test_autograd_of_parameters_is_for_gathered():
     """A forward's graph ends at the nodes of the buckets, but in gathered() at the parameters."""
-    monkeypatch.setattr(engine_module, "may_be_compiled", lambda: False)  # by an earlier test
     model, engine = parallel()
     params = list(model.parameters())
     with pytest.raises(RuntimeError, match="not have been used in the graph"):

@@ -105,13 +105,13 @@ def some_complex():
 
 
 EXPERTS = {"block_size": 16, "n_expert": 4, "top_k": 2}
-FED = {"wire_gradients": "int8", "error_feedback": True, "zero_stage": 1}
+INT8 = {"wire_gradients": "int8", "zero_stage": 1}
 SUMS = {"deterministic": True}
 REFUSED = [  # ranks, model, axes of the mesh, settings, words
     # By rules of settings, which know the ranks, or the model
     (2, stack, {}, {"zero_stage": 4}, r"one of 0, 1, 2, 3 for zero_stage, got zero_sta.*4"),
     (2, stack, {}, {"shard_size": 3}, r"shard_size to divide the 2 data-.*, got shard_size=3"),
-    (2, gpt, {}, {**FED, "error_feedback": 2}, "expected bool for error_feedback, got"),
+    (2, gpt, {}, {"deterministic": 2}, "expected bool for deterministic, got"),
     (3, lambda: gpt(**EXPERTS), {"ep": 3}, {}, "ep to divide n_expert=4, got ep=3; change n"),
     (2, lambda: gpt(**EXPERTS, expert_capacity=1.0), {"cp": 2}, {},
      "^expert_capacity does not support cp: each rank"),
@@ -119,8 +119,7 @@ REFUSED = [  # ranks, model, axes of the mesh, settings, words
     (2, stack, {}, {"grad_dtype": torch.int32}, r"of fp32, bf16, fp16 for grad_dtype, got .*int32"),
     (2, some_complex, {}, {}, r"fp16 or fp64 parameters, got dtype=torch\.complex64 for '1\.w"),
     (2, lambda: stack().bfloat16(), {}, SUMS, r"deterministic=True needs .* fp32, got .* for '0\."),
-    (2, lambda: stack().double(), {}, FED, "formats do not support gradients in torch.float64"),
-    (2, lambda: stack().half(), {}, FED, "wire formats do not support gradients in torch.float16"),
+    (2, lambda: stack().double(), {}, INT8, "formats do not support gradients in torch.float64"),
     (2, lambda: stack().to("meta"), {}, {}, "parameter '0.weight' is on the meta device; pass mat"),
 ]  # fmt: skip
 

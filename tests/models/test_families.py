@@ -117,9 +117,11 @@ def test_logits_and_gradients_are_those_of_transformers(theirs, tmp_path):
 @pytest.mark.parametrize("theirs", MODELS, indirect=True)
 def test_an_exported_model_has_the_bytes_of_the_imported_one(theirs, tmp_path):
     theirs.save_pretrained(tmp_path / "in")
-    save_hf(load_hf(tmp_path / "in"), tmp_path / "out", max_shard_bytes=5000)
+    ids = {"bos_token_id": 3, "eos_token_id": 5}
+    save_hf(load_hf(tmp_path / "in"), tmp_path / "out", max_shard_bytes=5000, **ids)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(again) is type(theirs)
+    assert (again.config.bos_token_id, again.config.eos_token_id) == (3, 5)
     for (name, p), (_, q) in zip(theirs.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(p, q), name
     assert torch.equal(theirs(tokens()).logits, again(tokens()).logits)

@@ -53,7 +53,7 @@ def make_run(name, repeat=1, *, step_s=0.1, memory=50e6, nudge=0.0, **more):
         "step_s": [10 * step_s] * 2 + [step_s] * 8,
         "losses": [loss + nudge for loss in LOSSES],
         "grad_norms": [2.0] * 10,
-        "rss_bytes": [int(memory), int(memory) - 1000],
+        "step_bytes": [int(memory), int(memory) - 1000],
         "wire_bytes": 0 if name == "single" else 5_000_000,
         "exposed_ms": None if name.startswith("fsdp") else 3.0,
         "seconds": 9.0,
@@ -102,12 +102,8 @@ def test_numbers_are_medians_with_their_range_and_untimed_steps_do_not_count():
     for other, touches in ((Stat(4, 3, 5, 3), True), (Stat(4, 3.1, 5, 3), False)):
         assert Stat(2, 1, 3, 3).touches(other) == touches
     assert Stat(2, 2, 2, 1).touches(Stat(9, 9, 9, 1)), "one run each"
-    # Memory is of one kind for all; yardsticks and failed runs are no repeats.
-    counted = make_run("dp", step_bytes=[7, 9])
-    for other, mb, label in (({"step_bytes": [5, 5]}, 9e-6, "allocated in"), ({}, 50, "resident")):
-        both = make_comparison(counted, make_run("zero1", **other))
-        assert both.memory_mb(counted) == mb
-        assert label in both.memory_label
+    assert found.memory_mb(make_run("dp", step_bytes=[7, 9])) == 9e-6
+    # Yardsticks and failed runs are no repeats.
     found = make_comparison(make_run("single"), FAILED, other_order(1e-6))
     assert (found.names, len(found.of("single")), len(found.orders)) == (["single"], 1, 2)
     assert found.failed == {"hsdp": FAILED.error}
@@ -370,7 +366,6 @@ def test_what_the_ranks_measured_is_merged():
     known = {
         "step_s": ([0.1, 0.4], [0.3, 0.2], [0.3, 0.4]),  # the slowest rank counts
         "losses": ([2.0, 3.0], [4.0, 5.0], [3.0, 4.0]),  # the mean over the ranks
-        "rss_bytes": ([100], [200], [100, 200]),
         "step_bytes": ([], [50], [50]),
         "wire_bytes": (7, 9, 9),
         "exposed_ms": (1.5, None, None),  # not known of one rank is not known
@@ -404,8 +399,8 @@ def test_two_strategies_on_two_ranks(arguments, tmp_path, capfd):
     runs = [found.of(name)[0] for name in found.names]
     for run in runs:
         assert len(run.step_s) == len(run.losses) == len(run.grad_norms) == 2
-        assert len(run.step_bytes) == len(run.rss_bytes) == 2
-        assert min(run.rss_bytes) > 0  # in processes of its own
+        assert len(run.step_bytes) == 2
+        assert min(run.step_bytes) > 0
         assert run.wire_bytes > 4 * 4096
         assert run.exposed_ms >= 0
     assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-6)
@@ -451,7 +446,7 @@ def test_what_ends_a_comparison_early(
         on_step(1, 5.0, 0.1)
         steps = settings["epochs"] * settings["epoch_steps"]
         run.step_s, run.losses, run.grad_norms = [0.1] * steps, [5.0] * steps, [1.0] * steps
-        run.rss_bytes, run.wire_bytes, run.exposed_ms, run.seconds = [10**7] * 2, 1, None, 1.0
+        run.step_bytes, run.wire_bytes, run.exposed_ms, run.seconds = [10**7] * 2, 1, None, 1.0
 
     monkeypatch.setattr(compare, "measure", measure)
     monkeypatch.setattr(compare, "draw_all", lambda comparison, folder: None)

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from cells import sweep
 
 from fastpar.kernels import _C, backend, linear
@@ -198,58 +197,6 @@ def test_matmul_reads_strides_adds_bias_and_accumulates(choice, monkeypatch):
         assert (got - want).abs().max() <= bound
 
 
-@pytest.fixture(params=["torch's", "our own"])
-def products(request, monkeypatch):
-    """Also those of our own, on a CPU without AVX-512 too: torch's in their place."""
-
-    def product(a, b, out, bias, accumulate):
-        y = torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-        out.copy_(out + y if accumulate else y)
-
-    if request.param == "our own":
-        monkeypatch.setattr(MODULE, "has_gemm", True)
-        monkeypatch.setattr(MODULE, "use_gemm", lambda *call, **how: True)
-        monkeypatch.setattr(MODULE, "_gemm", product)
-    return request.param
-
-
-def test_a_gradient_is_written_where_a_place_is_offered(products):
-    """See weight_gradients.py. Not where several are made, or a graph."""
-    inputs = x, weight, bias = make(5, 12, 7)
-    expected = torch.autograd.grad(linear(*inputs).sum(), inputs)
-    asked, place = [], torch.zeros_like(weight)
-    weight.fastpar_place = lambda w, node: asked.append(w) or (place.view_as(place), False)
-    found = torch.autograd.grad(linear(*inputs).sum(), inputs)
-    assert all(map(torch.equal, found, expected))
-    assert found[1].data_ptr() == place.data_ptr()
-    place.fill_(3.0)
-    y, dy = linear(*inputs), torch.randn(3, 5, 7)
-    torch.autograd.grad(y, weight, dy, is_grads_batched=True, retain_graph=True)
-    with torch.autocast("cpu"):
-        torch.autograd.grad(linear(*inputs).sum(), weight)
-    assert len(asked) == 1
-    assert (place == 3.0).all()
-    if products == "our own":
-        with pytest.raises(RuntimeError, match="linear: expected one backward, got create_graph"):
-            torch.autograd.grad(y.sum(), weight, create_graph=True)
-    else:
-        second, plain = (
-            torch.autograd.grad(
-                torch.autograd.grad(op(*inputs).square().sum(), x, create_graph=True)[0].sum(),
-                weight,
-            )
-            for op in (linear, F.linear)
-        )
-        assert torch.equal(*second, *plain)
-        assert torch.func.grad(lambda w: linear(x, w, bias).sum())(weight).shape == weight.shape
-        assert len(asked) == 2  # by the second backward, which makes no graph
-    place.fill_(1.0)
-    weight.fastpar_place = lambda w, node: (place, True)  # it is added there
-    linear(*inputs).sum().backward()
-    assert weight.grad is None
-    torch.testing.assert_close(place, 1 + expected[1])
-
-
 @sweep("dtype", [torch.bfloat16, torch.float16])
 def test_a_wide_gradient_is_not_rounded_to_16_bits(dtype, monkeypatch):
     """As on a GPU where gradients in fp32 out of their products are proven: the error against fp64
@@ -272,7 +219,10 @@ def test_a_wide_gradient_is_not_rounded_to_16_bits(dtype, monkeypatch):
         linear(x, weight, bias).backward(dy)
         assert weight.grad is None
         assert (place.double() - times * exact).abs().max() < rounded / 100
-    assert asked == [weight, weight]
+    y, more = linear(x, weight, bias), dy.expand(3, *dy.shape)
+    torch.autograd.grad(y, weight, more, is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, weight, dy, create_graph=True)
+    assert asked == [weight, weight]  # not where several are made, or a graph
     assert torch.equal(x.grad, 2 * dx)
     assert torch.equal(bias.grad, 2 * dbias)
     weight.fastpar_wide_place = lambda w, node: None

@@ -72,7 +72,9 @@ v100-16: Tesla V100-SXM2-16GB; v100: Tesla V100-SXM2-32GB; a100-40: NVIDIA A100-
 a100: NVIDIA A100-SXM4-80GB, a100-80; a100-40-pcie: NVIDIA A100-PCIE-40GB
 a100-pcie: NVIDIA A100 80GB PCIe; h100: NVIDIA H100 80GB HBM3, H100
 h100-pcie: NVIDIA H100 PCIe, h100 pcie; h100-nvl: NVIDIA H100 NVL
-h200: NVIDIA H200, NVIDIA GH200 480GB; b200: NVIDIA B200; l40s: NVIDIA L40S; l40: NVIDIA L40
+h200: NVIDIA H200, NVIDIA GH200 480GB; b200: NVIDIA B200; b300: NVIDIA B300
+rtx-5090: NVIDIA GeForce RTX 5090, 5090; gb10: NVIDIA GB10; mi300x: AMD Instinct MI300X
+rtx-pro-6000: NVIDIA RTX PRO 6000 Blackwell Workstation Edition; l40s: NVIDIA L40S; l40: NVIDIA L40
 l4: NVIDIA L4; rtx-4090: NVIDIA GeForce RTX 4090, 4090; rtx-3090: NVIDIA GeForce RTX 3090
 a10g: NVIDIA A10G; a10: NVIDIA A10; t4: Tesla T4; cpu: cpu"""
 
@@ -127,18 +129,12 @@ def network(n_devices=64, per_node=8, inter="ib-hdr"):
 
 
 REFUSED = [
-    (lambda: find_device("h101"), r"got name='h101'; did you mean h100\? choose one of b200, "),
+    (lambda: find_device("h101"), r"got name='h101'; did you mean h100\? choose one of b300, "),
     (lambda: find_device("rtx9090"), r"did you mean (rtx-\S+)\? choose one of .*\b\1\b"),
     (lambda: find_device(""), "find_device: expected a device of the table, got name=''; choose"),
     (lambda: find_link("nvlink9"), r"name='nvlink9'; did you mean nvlink\d\? choose one of "),
     (lambda: Cluster.of("h100", 8, inter="pigeon"), "find_link: expected a link of the table"),
-    (lambda: Cluster.of("h100", 0), "Cluster: expected a positive integer, got n_devices=0; set "),
-    (lambda: Cluster.of("h100", 8.0, 8), "got n_devices=8.0"),
-    (lambda: Cluster.of("h100", 8, 0), "got per_node=0"),
     (lambda: Cluster.of("h100", 12, 8), "expected full nodes of per_node=8, got n_devices=12; use"),
-    (lambda: network().seconds("gossip", 1.0, 2), r"a kind among all_reduce, .* got kind='gossip'"),
-    (lambda: network().seconds("send", 1.0, 0), "place: expected ranks >= 1, got ranks=0; count "),
-    (lambda: place(2, 0, 8), "expected stride >= 1, got stride=0"),
 ]
 
 
@@ -205,23 +201,6 @@ def test_small_ops_wait_for_the_host_and_exchanges_are_the_networks():
 # What textbooks say of rings, trees and hierarchies, and where ranks are
 
 
-@sweep(
-    ["ranks", "stride", "expected"],
-    [
-        (1, 1, (1, 1, 1)),
-        (8, 1, (8, 8, 1)),
-        (16, 1, (16, 8, 2)),
-        (8, 8, (8, 1, 8)),
-        (8, 4, (8, 2, 4)),
-        (2, 4, (2, 2, 1)),
-        (2, 16, (2, 1, 2)),
-        (16384, 1, (16384, 8, 2048)),
-    ],
-)
-def test_where_ranks_are(ranks, stride, expected):
-    assert place(ranks, stride, 8) == expected
-
-
 @sweep("ranks", [2, 4, 8])
 def test_large_ring_moves_two_parts_less_one(ranks):
     """2 (n-1)/n of the bytes pass each link, for one direction half; so too inside of a node."""
@@ -247,16 +226,6 @@ def test_small_messages_are_latency():
     assert net.traffic_s(ring(at, 8.0, 2)) > 50 * net.traffic_s(tree(at, 8.0, 2))
 
 
-def test_hierarchy_beats_a_ring_over_slow_links():
-    """Through the slow link each byte goes (nodes-1)/nodes times instead of (n-1)/n."""
-    for inter in ("eth-100", "eth-10", "eth-400"):
-        net, at = network(16, inter=inter), place(16, 1, 8)
-        around, levels = (net.traffic_s(way(at, 1e10, 2)) for way in (ring, hierarchy))
-        assert levels < around
-        assert inter != "eth-10" or around / levels == pytest.approx((15 / 16) * 2, rel=0.02)
-        assert net.seconds("all_reduce", 1e10, 16) <= levels + net.start_s
-
-
 def test_more_bytes_ranks_and_distance_are_never_faster():
     net = network(16384)
     for kind in machine.WAYS:
@@ -267,29 +236,3 @@ def test_more_bytes_ranks_and_distance_are_never_faster():
         assert net.seconds(kind, MIB, 8, 1) < net.seconds(kind, MIB, 8, 8)
         assert net.seconds(kind, 1e9, 1) == 0.0
     assert net.seconds("all_reduce", 350e9, 16384) < 10.0
-
-
-@pytest.mark.parametrize("inter", ["ib-ndr", "eth-100"])
-@pytest.mark.parametrize(
-    ("kind", "ranks", "stride", "of_node"),
-    [
-        # Bytes of a tensor that leave a node of 8: a ring's, and pairs' of all of its ranks.
-        ("reduce_scatter", 64, 1, 63 / 64),
-        ("all_reduce", 64, 1, 2),  # trees send both ways all of it
-        ("all_to_all", 64, 1, 8 * 56 / 64),
-        ("reduce_scatter", 8, 8, 8 * 7 / 8),  # 8 groups of one rank a node
-        ("all_to_all", 8, 8, 8 * 7 / 8),
-        ("all_to_all", 16, 4, 4 * 2 * 14 / 16),  # 4 groups of two ranks a node
-        ("reduce_scatter", 8, 1, 0.0),
-        ("all_to_all", 8, 1, 0.0),
-        ("reduce_scatter", 1, 1, 0.0),
-    ],
-)
-def test_bytes_of_each_adapter(kind, ranks, stride, of_node, inter):
-    """Of the node one adapter sends all, of 8 each sends an eighth; hierarchies save little."""
-    net = network(inter=inter)
-    found = net.nic_bytes(net.traffic(kind, 1e9, ranks, stride))
-    found *= 8 if inter == "ib-ndr" else 1
-    near = 0.0 if inter == "ib-ndr" else 0.13  # where the adapter is slow, NCCL saves bytes of it
-    assert of_node * 1e9 * (1 - near) <= found * (1 + 1e-9)
-    assert found <= of_node * 1e9 * (1 + 1e-9)

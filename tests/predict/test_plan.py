@@ -12,14 +12,8 @@ import torch
 from cells import slow
 from lone_rank import LoneMesh, heard
 
-from fastpar.axes import wires
-from fastpar.axes.grid import AXIS as GRID
-from fastpar.axes.pipeline import least_wait_s
-from fastpar.axes.replicas import AXIS as REPLICAS
-from fastpar.axes.replicas import one_replica, replicas_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.cli import main, parse_train
-from fastpar.comm.wires import FORMATS
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import ByteTokenizer, check_name
 from fastpar.engine.debug import Debug
@@ -31,7 +25,6 @@ from fastpar.predict.machine import Cluster, DatasheetRates, find_device
 from fastpar.predict.memory import predict_memory
 from fastpar.predict.plan import PlanCommand, command_lines, report
 from fastpar.predict.search import (
-    MachinePrices,
     families,
     layouts,
     micro_batches,
@@ -57,16 +50,13 @@ MODES = ("none", "full")
 class PaperRates:
     """1 TFLOP/s, 100 GB/s of memory, links of 10 GB/s and 10 us."""
 
-    peak_flops, overlap = 1e12, 0.9
+    peak_flops, overlap, overhead_s = 1e12, 0.9, 0.0
 
     def op_s(self, op):
         return max(op.flops / 1e12, op.bytes / 1e11)
 
     def comm_s(self, send):
         return 1e-5 + send.bytes / 1e10
-
-    def overhead_s(self, workload, setup):
-        return 0.0
 
 
 class FreeLinks(PaperRates):
@@ -207,10 +197,8 @@ def test_the_smallest_changes_that_make_something_fit():
 def everything(workload, ways, rates):
     for way, mode in itertools.product(ways, MODES):
         for setup in micro_batches(workload, way.change(activation_checkpointing=mode)):
-            early = predict_step(workload, setup, rates, bubble=False)
-            passes = ("forward", "backward", "recompute", "loss")
-            waits = least_wait_s(setup, sum(early.parts[name] for name in passes))
-            yield predict_step(workload, setup, rates).step_s, early.step_s + waits, setup
+            bound = predict_step(workload, setup, rates, bubble=False).step_s
+            yield predict_step(workload, setup, rates).step_s, bound, setup
 
 
 @pytest.mark.slow
@@ -226,7 +214,7 @@ def test_the_bounds_leave_out_no_winner(shape, link):
     assert all(bound <= seconds for seconds, bound, _ in cases)
     sizes = {setup: predict_memory(workload, setup).total for *_, setup in cases}
     for limit in (INF, 0.6 * max(sizes.values())):
-        found = [e for e in try_in_order(workload, rates, limit, MODES, ways, ()) if e.time]
+        found = [e for e in try_in_order(workload, rates, limit, ways, MODES) if e.time]
         fastest = min(seconds for seconds, _, setup in cases if sizes[setup] <= limit)
         assert min(e.step_s for e in found) == fastest
         assert all(e.memory.total <= limit for e in found)
@@ -248,7 +236,7 @@ def test_what_is_printed_and_stored(capsys, tmp_path):
         assert all(row["fits"] == (row["memory_bytes"]["total"] <= limit) for row in rows)
         times = [row["time"]["step_s"] for row in rows if row["fits"]]
         assert times[1:] == sorted(times[1:])
-        for words in ("124,475,904 parameters", "2 x ", "why not", f"stages   {pp}, by --pp"):
+        for words in ("124,475,904 parameters", "2 x ", "why not"):
             assert words in out
         assert ("--pp 2" in out.splitlines()[-1]) == (pp == 2)
     out = run(capsys, "--gpu list")
@@ -280,7 +268,6 @@ def test_what_is_asked_for_is_what_is_compared(capsys, tmp_path):
     assert seen == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}
     assert {row["pp"] for row in layouts} > {1}
     assert {row["tp_grid"] for row in layouts} == {None}
-    assert "\nexperts  453,353,472 parameters; a token goes through 181,182,720 of all" in out
     assert " --n-expert 8 " in out.splitlines()[-1]
 
 
@@ -289,11 +276,9 @@ def test_what_wins_where(capsys):
     """Stages over a slow link, no grid on a node, offload where nothing else fits."""
     command = PlanCommand(gpus=8, gpus_per_node=1, inter_link="eth-100", batch_size=64)
     found = plan.make_plan(command)
-    winner, text = found.estimates[0].setup, report(found)
+    winner = found.estimates[0].setup
     assert winner.pp > 1
     assert refused(found.workload, winner) is None
-    assert f"stages   {winner.pp}: the best without, " in text
-    assert "stages   none: the best pipeline, " in report(plan.make_plan(PlanCommand(gpus=8)))
     big = "--n-layer 48 --n-embd 10240 --n-head 64 --gpus 64 --gpu a100 --pp 2 --gpus-per-node 1"
     assert "dp 32 x pp 2, ZeRO-3, interleaved" in run(capsys, big)
 
@@ -307,9 +292,6 @@ def test_what_wins_where(capsys):
     assert found[0].setup.tp_grid is None
     assert {e.setup.tp_grid for e in grids} >= {"2x2", "2x4", "4x2"}
     assert all(e.setup.micro_batch_size % e.setup.rows == 0 for e in grids)
-    for estimates, words in (([grids[0], *found], "2x2: dp 8, ZeRO-"), (grids, "nothing fits")):
-        assert words in GRID.verdict(estimates, {})
-    assert GRID.verdict(on_8(tp_grid=None), {}).endswith("none: no grid fits")
 
     found = plan.make_plan(PlanCommand(model="gpt2-xl", gpus=1, gpu="4090"))
     winner = found.estimates[0]
@@ -355,10 +337,8 @@ BAD = [
     ("--tp-grid 3x2", "plan: expected the 6 ranks of tp_grid=3x2 to divide gpus=8; change"),
     ("--tp-grid 2x2 --batch-size 6", r"plan: expected batch_size as a multiple of 4 \(data"),
     ("--n-head 2 --n-embd 24 --tp-grid 16x1", "of tp_grid to divide n_embd=24, got tp_g"),
-    ("--tp-grid 2x2 --measure", "--measure does not support --tp-grid; drop one of them"),
     ("--gpus 1 --fp8 mlp", r"save at least 3% of a step, got fp8=mlp with n_embd=768: [-\d.]+ of"),
-    ("--gpus 1 --fp8 mlp", r"drop --fp8, it would pay from n_embd=\d+ on"),
-    ("--gpus 1 --fp8 mlp --gpu a100", "data sheet of a GPU with fp8 products .*, got gpu=a100"),
+    ("--gpus 1 --fp8 mlp --gpu a100", "a GPU with fp8 products .*, got gpu=a100"),
     ("--gpus 1 --fp8 mlp --gpu cpu", r"b200\) and dtype=bf16 for fp8=mlp, got gpu=cpu"),
 ]  # fmt: skip
 
@@ -371,70 +351,6 @@ BAD = [
 def test_bad_input(words, said, capsys):
     assert main(["plan", *words.split()]) == 2
     assert re.search(said, capsys.readouterr().err)
-
-
-# What else could be switched on: formats on the wire, replicas, products in 8 bits
-
-
-def test_formats_on_the_wire_are_priced():
-    """At the bandwidth of a line, what is saved on the wire is what the codes take."""
-    asked = PlanCommand(gpu="a100", gpus=2, gpus_per_node=1, inter_link="eth-25", pp=1)
-    found = plan.make_plan(asked)
-    workload, setup = found.workload, found.estimates[0].setup
-    prices = MachinePrices(found.rates, 2)
-    heading, *texts = wires.AXIS.what_if(workload, setup, prices)
-    assert heading == "wires"
-    lines = {line.split(":")[0].strip(): line for line in texts}
-    assert {f"--wire-gradients {name}" for name in FORMATS} <= lines.keys()
-    plain, plain_s = prices.sent_bytes(workload, setup), prices.ops_s(workload, setup)
-    for flag, other in wires.formats_of(setup).items():
-        sent = prices.sent_bytes(workload, other)
-        if flag not in lines:
-            assert (flag, sent) == ("--wire-weights bf16", plain)  # as these weights are anyway
-            continue
-        gbit = float(lines[flag].split("below ")[1].split(" Gbit")[0].replace(",", ""))
-        more_s = prices.ops_s(workload, other) - plain_s
-        assert 8e-9 * (plain - sent) / gbit == pytest.approx(more_s, rel=2e-3)
-    flag, fp8 = "--fp8-scaling tensor --wire-weights fp8", replace(setup, zero_stage=3, fp8="all")
-    for without in (replace(fp8, fp8="none"), replace(fp8, zero_stage=2)):
-        assert flag not in wires.formats_of(without)
-    gathers = (2 * workload.shape.n_layer - 1) * setup.grad_accum_steps  # the last block's once
-    sent = [prices.sent_bytes(workload, s) for s in (fp8, wires.formats_of(fp8)[flag])]
-    assert sent[0] - sent[1] == 12 * workload.shape.n_embd**2 * gathers / 2  # between two ranks
-
-
-def test_replicas_bytes_and_where_they_pay():
-    """By hand: of P parameters fp32 a ring of two sends 4 P an exchange. One of two replicas has
-    its part of the ranks and of the batch. Replicas are machines, or halves of one."""
-    for changes, nodes, n in (
-        *(({}, 1, 2), ({"world_size": 16}, 2, 2), ({"world_size": 24}, 3, 3)),
-        *(({"world_size": 24, "tp": 8}, 3, 3), ({"world_size": 3}, 1, 1)),
-        *(({"world_size": 1}, 1, 1), ({"pp": 2}, 1, 1)),
-    ):
-        assert replicas_of(Setup(**{"world_size": 8, **changes}), nodes) == n
-    for stage in range(4):
-        setup = Setup(world_size=8, zero_stage=stage, shard_size=8 if stage else None)
-        workload, one = one_replica(Workload(GPT2.shape, 32), setup, 2)
-        assert (workload.batch_size, one.world_size, one.dp) == (16, 4, 4)
-        assert one.n_shards == (4 if stage else 1)
-    two = Setup(world_size=2, device_type="cpu", transport="gloo", dtype="fp32")
-    rates = DatasheetRates(Cluster.of("cpu", 2), two)
-
-    def numbers(setup, rows, nodes):
-        """Of each line: steps between exchanges, MB a step, ms of one, Gbit/s where it pays."""
-        lines = REPLICAS.what_if(Workload(GPT2.shape, rows), setup, MachinePrices(rates, nodes))[1:]
-        told = r".*-every (\d+): .* sends ([\d.,]+) MB .* step ([\d.]+) ms, .* below ([\d.,e+]+) Gb"
-        found = [re.match(told, line).groups() for line in lines]
-        return [[float(x.replace(",", "")) for x in line] for line in found]
-
-    for every, mb, outer_ms, pays in numbers(two, 2, 1):
-        assert mb == pytest.approx(4 * 124.4 / every, abs=1)
-        saved = 4 * 124.4e6 * (1 - 1 / every)
-        assert pays == pytest.approx(8 * saved / (outer_ms * 1e-3) / 1e9, rel=0.2)
-    assert [line[0] for line in numbers(two, 2, 2)] == [10, 50, 200]
-    # What a replica of two ranks sends inside is on the same link of one machine only.
-    near, far = (numbers(replace(two, world_size=4), 4, n)[0][3] for n in (1, 2))
-    assert near < 0.5 * far
 
 
 def rates_of(gpu, **settings):
@@ -452,19 +368,10 @@ def test_8_bit_products_pay_where_they_are_large():
     assert plan.saved_s(workload, setup, rates, "mlp") == pytest.approx(mlp, rel=1e-12)
     more = rates.fp8_saves_s(m, k, 3 * k) + rates.fp8_saves_s(m, k, k)
     assert plan.saved_s(workload, setup, rates, "all") == pytest.approx(mlp + 48 * more, rel=1e-12)
-    workload = replace(GPT2, batch_size=16)
-    assert 768 < plan.pays_from(workload, setup, rates, "mlp") <= 2048
-    assert "does not pay: less than 3%" in report(plan.make_plan(PlanCommand(model="gpt2", gpus=1)))
     wide = PlanCommand(model="gpt2-xl", n_embd=4096, n_head=32, n_layer=8, gpus=1, fp8="all")
     found = plan.make_plan(wide)
-    text = report(found)
-    assert "--fp8 all: saves " in text
-    assert "less memory per rank; pays" in text
-    assert " --fp8 all" in text.rpartition("fastpar train")[2]
+    assert " --fp8 all" in report(found).rpartition("fastpar train")[2]
     assert all(e.setup.fp8 == "all" for e in found.estimates)
-    for gpu, dtype in (("a100", "bf16"), ("h100", "fp32")):
-        rates, setup = rates_of(gpu, dtype=dtype)
-        assert plan.fp8_text(workload, setup, rates) == []
 
 
 # Every command that is printed is parsed and built, as Trainer.__init__ builds: model, engine and

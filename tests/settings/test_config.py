@@ -28,8 +28,7 @@ def test_what_goes_together():
         {"grad_dtype": "bf16", "dtype": "bf16"},
         {"reduce_dtype": "bf16", "dtype": "fp32"},
         {"grad_dtype": "bf16"},  # its auto may turn out as bf16
-        {"wire_gradients": "int4", "error_buffer": True, "zero_stage": 3},
-        {"node_size": 4, "wire_gradients": "int8", "zero_stage": 1},
+        {"wire_gradients": "int8", "zero_stage": 3},
         {"node_size": 4, "secondary_shards": True, "zero_stage": 3},
         {"zero_stage": 3, "shard_size": 2, "deterministic": True, "reduce_dtype": "fp32"},
         {"model": "micro", "tp": 4, "block_size": 66, "sequence-parallel": False},

@@ -98,10 +98,6 @@ REFUSED = [
 OF_RANKS = [
     ({"shard_size": 3, "dp": 4}, "parallelize: expected shard_size to divide the 4 data-parallel"),
     ({"node_size": 2, "dp": 2, **NODES, "shard_size": None}, "node_size to divide the number of r"),
-    (
-        {**NODES, "dp": 8, "shard_size": 4, "wire_gradients": "int8"},
-        "no node_size with compressed gradients and shard_size=4, .* drop shard_size or node_size",
-    ),
     ({"transport": "shm", "dp": 2, **WIRE}, f"transport=shm{APART}wire_gradients: ranks read"),
     (
         {"transport": "shm", "dp": 2, "wire_weights": "int8", "zero_stage": 1},
@@ -131,7 +127,7 @@ IDLE_VALUES = {
     **{"schedule": "gpipe", "chunks": 2, "pp_split": "4", "cp_method": "keys", "muon_lr": 0.1},
     **{"sequence_parallel": False, "betas": (0.8, 0.9), "lr_decay_fraction": 0.2},
     **{"outer_wire": "int8", "wire_gradients": "int8", "wire_weights": "int8", "node_size": 2},
-    **{"check_replicas_every": 2, "error_feedback": True, "error_buffer": True, "shard_size": 1},
+    **{"check_replicas_every": 2, "shard_size": 1},
     **{"reduce_dtype": "bf16", "bucket_mb": 4.0, "transport": "torch", "max_restarts": 2},
     **{"keep_every": 5, "save_overlap": "skip", "prompt": ("a",), "max_new_tokens": 5},
     **{"temperature": 1.0, "top_k": 5, "expert_top_k": 1, "expert_every": 2, "expert_hidden": 8},
@@ -146,7 +142,7 @@ ON = {
     **{"moment_dtype": "int8", "stochastic_rounding": True, "master_weights": "full"},
     **{"deterministic": True, "activation_checkpointing": "full", "offload_pinned": False},
     **{"fp8_scaling": "tensor", "fp8_weight_gradient": "fp8", "fp8_emulate": True},
-    **{"outer_lr": 0.5, "outer_momentum": 0.5, "zero_stage": 1, "delayed_scales": True},
+    **{"outer_lr": 0.5, "outer_momentum": 0.5, "zero_stage": 1},
 }
 
 

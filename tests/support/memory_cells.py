@@ -9,10 +9,10 @@ from alive import Alive
 from lone_rank import LoneMesh, heard
 
 from fastpar.axes.step import Setup, Workload
-from fastpar.comm.mesh import Mesh
 from fastpar.engine.debug import Debug
 from fastpar.kernels.loss.linear_cross_entropy import release_workspaces, workspace_bytes
 from fastpar.models import set_up
+from fastpar.predict import measure as measure_on
 from fastpar.predict.measure import ShortRun
 from fastpar.predict.memory import StepMemory, alive_bytes, held_bytes
 from fastpar.settings.mesh import parse_grid
@@ -46,9 +46,7 @@ def setup(**settings):
 
 
 def mesh_of(setup):
-    if setup.tp_grid is not None:
-        return Mesh(tp_grid=parse_grid(setup.tp_grid), device="cpu")
-    return Mesh(tp=setup.tp, cp=setup.cp, pp=setup.pp, ep=setup.ep, device="cpu")
+    return measure_on.mesh_of(setup, "cpu")
 
 
 def measure(workload, setup, mesh):

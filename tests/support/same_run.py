@@ -88,7 +88,7 @@ from fastpar.sharding.placements import Partial, Shard, State
 from fastpar.testing import run_ranks
 
 STEPS, V, C, HEADS, LAYERS = 3, 37, 16, 4, 2
-LOSSLESS = WireFormat("int8", torch.float32, 32)
+LOSSLESS = WireFormat("int8", torch.float32)
 EVALUATION_STEP = 0
 OVERFLOW_STEP = 1  # fp16: the gradients of the last micro-batch are infinite
 READ_STEPS = (0, 2)  # engine.grads() makes sums along tp that a step would make itself
@@ -125,9 +125,7 @@ class Layout:
     # With LOSSLESS as int8: every code arrives, at its place, once.
     WIRES: ClassVar[dict[str, dict[str, Any]]] = {
         "gradients": {"wire_gradients": "int8"},
-        "kept errors": {"wire_gradients": "int8", "error_feedback": True},
         "weights": {"wire_gradients": "int8", "wire_weights": "int8"},
-        "nodes": {"wire_gradients": "int8", "node_size": 2},
         "second shards": {"node_size": 2, "secondary_shards": True},
     }
 
@@ -191,10 +189,7 @@ class Layout:
 
     @property
     def on_wires(self) -> dict[str, Any]:
-        asked = dict(self.WIRES.get(self.wire or "", {}))
-        if self.stage > 1 and asked.pop("error_feedback", False):
-            asked["error_buffer"] = True
-        return asked
+        return self.WIRES.get(self.wire or "", {})
 
     def settings(self, **more: Any) -> dict[str, Any]:
         return {
@@ -908,7 +903,6 @@ def refused(layout: Layout, program: Program, most: int = 8) -> bool:
         layout.accum in ("full_1", "no_sync_1", "local_1"),
         layout.watched and layout.offload,
         layout.wire is not None and (layout.dp == 1 or program.precision == "fp64"),
-        layout.wire == "kept errors" and program.precision == "fp16",
         layout.resumed and program.precision == "fp64",  # no checkpoint has it
         # What models cannot do.
         foreign and (splits or program.documents or program.n_head != HEADS),
@@ -928,7 +922,7 @@ def refused(layout: Layout, program: Program, most: int = 8) -> bool:
     )
     if any(never):
         return True
-    values = {**_UNTOLD, **layout.settings(), "delayed_scales": False, "dtype": program.precision}
+    values = {**_UNTOLD, **layout.settings(), "dtype": program.precision}
     values |= {n: getattr(layout, n) for n in ("dp", "tp", "cp", "ep", "pp")}
     values |= {"tp_grid": layout.grid, "optimizer": program.optimizer, "n_expert": config.n_expert}
     values |= {"expert_capacity": config.expert_capacity} | rules.of_shape(config)

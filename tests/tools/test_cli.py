@@ -42,6 +42,15 @@ def here(tmp_path, monkeypatch):
     fault_runs.enter(tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize(("given", "said"), [(None, "passive"), ("active", "active")])
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(given, said):
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    environment |= {} if given is None else {"OMP_WAIT_POLICY": given}
+    command = [sys.executable, "-m", "fastpar", "info"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert f"OMP_WAIT_POLICY={said}\n" in done.stdout
+
+
 def test_help_fits_a_reader(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     assert [main(words) for words in ([], ["--help"], ["--version"])] == [0, 0, 0]
@@ -75,7 +84,7 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
 
 
 MISTAKES = [
-    ("frobnicate", "fastpar: expected one of train, profile, plan, compare, sample, verify, inspe"),
+    ("frobnicate", "fastpar: expected one of train, profile, plan, compare, sample, verify, expor"),
     ("train --tp-grid 2x2 --nproc 2", "train: expected nproc to be a multiple of tp_grid=4, got n"),
     ("train --nproc 6 --tp 4", "train: expected nproc to be a multiple of tp=4, got nproc=6; use "),
     ("train --schedule=pipedream", "fastpar train: expected a synchronous schedule, got schedule="),
@@ -92,7 +101,7 @@ MISTAKES = [
     ("export --to .", "fastpar export: expected a run in runs/, got none; train one"),
     *(
         (f"{name} none", f"fastpar {name}: expected a run, a checkpoint or a transformers folder")
-        for name in ("sample", "verify", "inspect")
+        for name in ("sample", "verify")
     ),
     ("info now", "fastpar info: expected no options, got now; drop them"),
     (
@@ -297,9 +306,9 @@ def test_train_then_sample_export_and_info(here, capsys, monkeypatch):
     assert fastpar("sample given/away --max-new-tokens 2") == 0
 
     capsys.readouterr()
-    assert fastpar("inspect runs/micro-text --filter wpe") == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 4
-    assert fastpar("verify runs/micro-text") == 0
+    assert fastpar("verify runs/micro-text --tensors wpe") == 0
+    table = capsys.readouterr().out.partition("tensor ")[2]
+    assert len(table.splitlines()) == 1 + 4
     weights = Path("runs/micro-text/checkpoints/step_000002/model.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1])
     assert fastpar("verify runs/micro-text") == 1
@@ -390,7 +399,7 @@ def test_what_is_said_decides_over_no_run(here):
 def test_nobody_reads_to_the_end(here, monkeypatch, capfd):
     """fastpar ... | head: no traceback, also of what is written when the interpreter ends."""
     save_hf(GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=9)), "hf")
-    for arguments in ("inspect hf", "verify hf", "inspect --help", "--help", "--version"):
+    for arguments in ("verify hf", "verify hf --tensors", "--help", "--version"):
         reader, writer = os.pipe()
         os.close(reader)
         with os.fdopen(writer, "w") as gone, monkeypatch.context() as patch:

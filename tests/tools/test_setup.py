@@ -109,6 +109,7 @@ def test_nvcc_compiles_for_a_torch_with_cuda_only(tmp_path):
         ("13.0", {"FASTPAR_CPP": "0"}, "nothing to compile: FASTPAR_CPP=0"),
         (None, {"FASTPAR_CUDA": "1", "CUDA_HOME": "/no"}, "expected nvcc with FASTPAR_CUDA=1, got"),
         ("1", {"FASTPAR_CUDA": "yes"}, "expected 0, 1 or emulated, got FASTPAR_CUDA=yes"),
+        ("1", {"FASTPAR_TORCHES": "/no"}, "expected folders of torch in FASTPAR_TORCHES, got /no"),
     ):
         version = f"__version__ = '2.99'\ncuda = {torch_cuda!r}\n"
         (tmp_path / "torch" / "version.py").write_text(version)

@@ -56,6 +56,11 @@ assert type(optimizer).__module__ == "fastpar.optim.adamw"
 TINY = "--n-layer 2 --n-head 2 --n-embd 32 --block-size 32 --threads 1 --max-new-tokens 4"
 # Page -> the words of it that only say how large a run is, and what a test has in their places.
 SMALL = {
+    "train_nanochat": [
+        ("--max-steps 400", "--max-steps 20 --n-layer 1 --threads 1 --max-new-tokens 4"),
+        ("--init-from exported", "--init-from exported --threads 1 --max-new-tokens 4"),
+        ("fastpar: training tokenizer bpe-4096 on my_texts\n", ""),
+    ],
     "train_your_text": [
         ("--max-steps 400", f"--max-steps 20 {TINY}"),
         ("fastpar: training tokenizer bpe-4096 on my_texts\n", ""),  # said if rank 0 does it

@@ -61,7 +61,6 @@ BASES = {
 Z1, Z2, Z3 = ({"zero_stage": stage} for stage in (1, 2, 3))
 FULL, SELECTIVE = ({"activation_checkpointing": mode} for mode in ("full", "selective"))
 UNSHARED = {"sequence_parallel": False}
-CODES = {**Z3, "wire_weights": "fp8"}
 HOSTED = {**SAME, "n_layer": 3}
 OPTIMIZER = {"offload": "optimizer"}
 PARAMETERS = {"offload": "parameters", "zero_stage": 3}
@@ -87,8 +86,8 @@ LAYOUTS = [
     slow("experts", 4, {"ep": 2, "pp": 2, **Z1}),
     slow("experts, rounding", 4, {"ep": 4, **Z2, "shard_size": 4}),
     slow("fp8", 2, {**Z2, **FULL}),
-    ("fp8 delayed", 2, CODES),
-    slow("fp8 delayed", 4, {**CODES, "pp": 2, "pp_split": "2,0"}),  # no layers: no codes
+    ("fp8 delayed", 2, Z3),
+    slow("fp8 delayed", 4, {**Z3, "pp": 2, "pp_split": "2,0"}),
     slow("documents", 2, {"pp": 2, **Z2}),
     slow("documents", 2, stages("zb-v", zero_stage=3, **FULL)),
 ]
@@ -126,7 +125,7 @@ HOPS = {
     ),
     "muon": (BASES["muon"], [(2, Z3), (1, {}), (2, {"pp": 2, **Z1}), (2, Z2)]),
     "experts": (EXPERTS, [(4, {"ep": 4, **Z2}), (2, {"ep": 2, **Z3}), (1, {})]),
-    "fp8": (DELAYED, [(1, {}), (4, CODES), (2, {"pp": 2}), (2, CODES)]),
+    "fp8": (DELAYED, [(1, {}), (4, Z3), (2, {"pp": 2}), (2, Z3)]),
     "documents": (DOCUMENTS, [(1, {}), (2, Z1)]),
     "host": (
         {"n_layer": 3, "ema": 0.9},

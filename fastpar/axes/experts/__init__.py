@@ -17,13 +17,13 @@ import copy
 import functools
 import math
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastpar.axes import Axis, Making, Travel, size_text
+from fastpar.axes import Axis, Making, Travel
 from fastpar.axes.experts import mixture
 from fastpar.axes.experts.balance import Losses
 from fastpar.axes.experts.mixture import ExpertParallel
@@ -31,20 +31,12 @@ from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.axes.tensor.declared import not_split
 from fastpar.comm.mesh import Mesh
 from fastpar.kernels.grouped_linear import summed
-from fastpar.settings import model as block
 from fastpar.settings.mesh import divisors
-from fastpar.settings.model import GPTConfig, count_elements, count_parameters, widths
+from fastpar.settings.model import GPTConfig
 from fastpar.sharding.layout import parameter_names
 from fastpar.sharding.placements import State
 
 SAME = ("replicas", "dp", "cp")  # axes whose ranks have the same experts
-
-
-def expert_elements(shape: GPTConfig) -> int:
-    """Number of parameters of all experts."""
-    sizes = widths(shape)
-    routers = count_elements(block.expert_parts(shape), {**sizes, "S": 0})
-    return shape.expert_layers * (count_elements(block.expert_parts(shape), sizes) - routers)
 
 
 class Experts(Axis):
@@ -141,17 +133,6 @@ class Experts(Axis):
 
     def compared(self, setup: Setup) -> tuple[Any, ...]:
         return (setup.ep,)
-
-    def facts(self, workload: Workload, setup: Setup) -> Iterable[str]:
-        shape = workload.shape
-        if not shape.n_expert:
-            return
-        whole, active = expert_elements(shape), count_parameters(shape, active=True)
-        text = "a token goes through"
-        rows = sum(c.bytes * c.count for c in self.comms(workload, setup) if c.axis == "ep")
-        sent = size_text(rows * (setup.ep - 1) / setup.ep)
-        more = f"; a rank sends {sent} a step to other ranks, if all are chosen equally often"
-        yield f"experts  {whole:,} parameters; {text} {active:,} of all{more * (setup.ep > 1)}"
 
     def text(self, setup: Setup) -> str:
         return f"ep {setup.ep}" * (setup.ep > 1)

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fastpar.axes import Axis, Making, layout_text
+from fastpar.axes import Axis, Making
 from fastpar.axes.pipeline.schedules import Costs, cut, stage_of, time_of
 from fastpar.axes.pipeline.stages import cut_stages, make_stages
-from fastpar.axes.step import ALIKE, CommOp, Setup, Workload
+from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.settings.mesh import divisors, pp_split
 from fastpar.settings.model import GPTConfig, part_flops, vocabulary_rows
 
@@ -72,22 +72,9 @@ SCHEDULES = (
 )
 
 
-SURE = 0.9  # safety factor of a bubble's formula, which is exact for equal stages
-
-
 def most_stages(workload: Workload) -> int:
     """The largest number of stages; each has a layer."""
     return min(MOST_STAGES, workload.shape.n_layer)
-
-
-def least_wait_s(setup: Setup, working_s: float) -> float:
-    """A lower bound of the seconds that a step's stages wait, without a simulation.
-
-    Args:
-        working_s: of a step's passes.
-    """
-    fill = (setup.pp - 1) * working_s / setup.grad_accum_steps
-    return SURE * fill * {"zb-h1": 0.25, "zb-v": 0.0}.get(setup.schedule, 1 / setup.chunks)
 
 
 class Pipelined(Axis):
@@ -173,37 +160,6 @@ class Pipelined(Axis):
                 f"({workload.shape.n_layer} layers), got pp={stages}; use --pp "
                 + " or ".join(map(str, near[-3:]))
             )
-
-    def verdict(self, estimates: Sequence[Any], asked: Mapping[str, Any]) -> str:
-        return f"stages   {self._verdict(estimates, asked)}"
-
-    def _verdict(self, estimates: Sequence[Any], asked: Mapping[str, Any]) -> str:
-        if asked.get("tp_grid"):
-            return "none, by --tp-grid"
-        if "pp" in asked:
-            return f"{asked['pp']}, by --pp"
-        winner, piped = estimates[0], estimates[0].setup.pp > 1
-        others = (e for e in estimates if e.time is not None and (e.setup.pp > 1) != piped)
-        other = next(others, None)
-        if other is None:
-            if piped:
-                return f"{winner.setup.pp}: without stages nothing fits"
-            return "none: no pipeline fits and is within half of the fastest step"
-        slower = other.time.step_s / winner.time.step_s - 1
-        name = layout_text(other.setup)
-        if piped:
-            exposed = 1e3 * (other.time.exposed_s - winner.time.exposed_s)
-            waits = winner.time.bubble_s / winner.time.step_s
-            return (
-                f"{winner.setup.pp}: the best without, {name}, is {slower:.1%} slower and waits "
-                f"{exposed:.3g} ms more for communication; stages wait {waits:.1%} of the step"
-            )
-        if slower <= ALIKE:
-            return f"none: the best pipeline, {name}, is as fast and less simple"
-        waits = other.time.bubble_s / other.time.step_s
-        return (
-            f"none: the best pipeline, {name}, is {slower:.1%} slower; its stages wait {waits:.1%}"
-        )
 
 
 AXIS = Pipelined()
