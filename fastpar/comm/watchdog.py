@@ -417,15 +417,12 @@ def _where(beat: dict[str, Any]) -> str:
 
 def _stack(frame: FrameType | None) -> list[str]:
     """The innermost frames, the last one innermost."""
-    lines = []
-    for f, number in traceback.walk_stack(frame) if frame is not None else ():
-        code = f.f_code
-        parts = Path(code.co_filename).parts[-3:]
-        path = "/".join(parts if parts[0] == "fastpar" else parts[-2:])
-        lines.append(f"{path}:{number} {code.co_name}")
-        if len(lines) == _DEEPEST:
-            break
-    return lines[::-1]
+    frames = [] if frame is None else list(traceback.walk_stack(frame))[:_DEEPEST]
+    codes = [(f.f_code, number) for f, number in reversed(frames)]
+    return [
+        f"{'/'.join(Path(code.co_filename).parts[-3:])}:{number} {code.co_name}"
+        for code, number in codes
+    ]
 
 
 def _exit(message: str) -> None:

@@ -304,7 +304,7 @@ class Progress:
                 "file": _Lines(),
                 "leave": False,
             }
-        self._tqdm = tqdm(total=total, initial=initial, miniters=1, **how)
+        self._tqdm = tqdm(total=total, initial=initial, miniters=1, smoothing=0, **how)
 
     def update(self, step: int, text: str) -> None:
         """Report that `step` steps are done; text: loss, tokens/s."""

@@ -108,27 +108,6 @@ def test_names_and_dtypes_are_the_documented_ones(dtype, make, options):
         assert optimizer.master_entry(p) in (*master, None)
 
 
-def round_stochastically(seed, *grads):
-    """One step from 1.0 on equal parameters, of which each None in grads has no gradient."""
-    params = [nn.Parameter(torch.ones(64, dtype=BF16)) for _ in grads]
-    optimizer = AdamW(params, lr=1e-3, stochastic_rounding=True, seed=seed)
-    for p, g in zip(params, grads):
-        p.grad = g if g is None else torch.full_like(p, g)
-    optimizer.step()
-    return [p.detach() for p in params]
-
-
-def test_each_element_draws_its_own_bits_and_the_seed_decides():
-    """Also equal parameters; and they do not depend on which others have a gradient."""
-    whole = round_stochastically(0, 1.0, 1.0, 1.0, 1.0)
-    assert len({tuple(p.tolist()) for p in whole}) == 4
-    part = round_stochastically(0, None, 1.0, None, 1.0)
-    assert all(map(torch.equal, part[1::2], whole[1::2]))
-    [first], [again], [other] = (round_stochastically(seed, 1.0) for seed in (5, 5, 6))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("first", ["torch's", "ours"])
 def test_adamw_goes_on_with_torchs_state_and_torchs_with_ours(first, amsgrad):

@@ -187,10 +187,8 @@ def test_bad_arguments_are_refused_in_one_line(capsys):
         ("nope", "bench: expected one of activation, adamw, "),
         ("gelu --quick --commit-results", "bench: expected full shapes and no --out"),
         ("tune everything", "tune: expected a part of a place's name, got names=everything"),
-        ("tune --minutes 0", "tune: expected minutes > 0, got minutes=0"),
         ("tune --device cpu", "tune: expected a GPU, got device=cpu, whose kernels have no tables"),
         ("ingest nothing.json", "expected a report.json of bench/gpu.sh, got path=nothing.json"),
-        ("report --results nowhere", "report: expected a folder with rows of `python -m bench`"),
     ]
     if not torch.cuda.is_available():
         rows.append(("gelu --device cuda", "bench: expected a GPU, got device=cuda"))
@@ -231,18 +229,6 @@ def test_a_table_is_written_between_its_markers_from_the_newest_rows(tmp_path):
     ):
         with pytest.raises(ValueError, match=why):
             report.update(f"<!-- bench:{name} -->\n<!-- /bench:{name} -->\n", tmp_path)
-
-
-def test_every_printed_ratio_is_that_of_the_figures_beside_it():
-    found = 0
-    for path in report.DOCUMENTS:
-        for ours, others in re.findall(r"\| ([\d.]+); ([^|\n]*)", path.read_text()):
-            for other, slower, ratio in re.findall(r"([\d.]+) \((slower, )?([\d.]+)x\)", others):
-                value, printed = float(other) / float(ours), float(ratio)
-                assert printed == pytest.approx(value, rel=0.01, abs=0.006), (path, ours, others)
-                assert bool(slower) == (printed < 0.995)
-                found += 1
-    assert found > 30
 
 
 def test_the_committed_tables_are_what_the_results_say():
