@@ -67,7 +67,7 @@ from fastpar.comm.transports import shared_bytes, shared_ranges
 from fastpar.engine.engine import Engine
 from fastpar.engine.gradients import IN_FLIGHT as IN_REDUCTION
 from fastpar.engine.gradients import LEAST_BYTES
-from fastpar.kernels.backend import has_bf16_gemm
+from fastpar.kernels.backend import _C, has_bf16_gemm
 from fastpar.kernels.linear.fp8 import BLOCK
 from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows, workspace_bytes
 from fastpar.optim.adafactor import BATCH
@@ -501,7 +501,7 @@ def moments(table: Table, parts: RankParts, held: Held, buckets: GPTBuckets) -> 
         kept = always + table.residual + table.embedding
         yield Moment(kept, standing + waits, now + head + gathered(0))
         # The sum of both gradients of a 16-bit table is a copy.
-        yield Moment(table.batch, standing + waits * (item == 2), most + gathered(1))
+        yield Moment(table.batch, standing + waits * (item == 2), most + gathered(0))
 
 
 def _update_bytes(workload: Workload, setup: Setup, buckets: GPTBuckets) -> float:
@@ -673,7 +673,8 @@ def alive_bytes() -> int:
         start = storage.data_ptr()
         if storage.nbytes() and not any(a <= start < b for a, b in shared):
             found[start] = storage.nbytes()
-    return sum(found.values()) + shared_bytes()
+    own = 0 if _C is None else torch.ops.fastpar._workspace_bytes()  # no tensors of Python
+    return sum(found.values()) + shared_bytes() + own
 
 
 # torch's older profiler: unlike the newer one it is local to a thread, so that ranks may be
