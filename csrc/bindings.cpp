@@ -191,6 +191,5 @@ PYBIND11_MODULE(_C, m) {
   fastpar::bind_bucket(m);
   fastpar::bind_shm(m);
   fastpar::bind_global_norm(m);
-  fastpar::bind_launch(m);
   fastpar::bind_eager(m);
 }

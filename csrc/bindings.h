@@ -99,7 +99,6 @@ void bind_adamw(py::module_& m);
 void bind_bucket(py::module_& m);
 void bind_shm(py::module_& m);
 void bind_global_norm(py::module_& m);
-void bind_launch(py::module_& m);
 void bind_eager(py::module_& m);
 
 }  // namespace fastpar

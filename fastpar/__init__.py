@@ -42,6 +42,7 @@ _PUBLIC = {
     "models.gpt": ("GPT",),
     "optim.adafactor": ("Adafactor",),
     "optim.adamw": ("AdamW",),
+    "optim.graphs": ("graphed",),
     "optim.muon": ("Muon", "muon_groups"),
     "optim.outer": ("Outer",),
     "optim.sharded": ("Sharded",),

@@ -16,6 +16,7 @@ from fastpar.foreign.patch import unpatch as unpatch
 from fastpar.models.gpt import GPT as GPT
 from fastpar.optim.adafactor import Adafactor as Adafactor
 from fastpar.optim.adamw import AdamW as AdamW
+from fastpar.optim.graphs import graphed as graphed
 from fastpar.optim.muon import Muon as Muon
 from fastpar.optim.muon import muon_groups as muon_groups
 from fastpar.optim.outer import Outer as Outer

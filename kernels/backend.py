@@ -29,6 +29,7 @@ import os
 import platform
 import sys
 import types
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -256,6 +257,7 @@ def run_compiled(name: str, cuda: bool, x: Tensor, *args: Any) -> None:
 # Whether launches for tensors on the CPU and the meta device are recorded instead of run:
 # fastpar/doctor/trial.py sets it.
 recording = False
+at_each_call: list[Callable[[], None]] = []  # of an op with Triton kernels, on a GPU
 # Found at import: torch.compile warns about functools.cache.
 has_triton: bool = importlib.util.find_spec("triton") is not None
 
@@ -291,6 +293,8 @@ def use_triton(op: str, x: Tensor) -> bool:
         )
     if able and cuda and is_real(x):
         check_gpu(op, x.device)
+        for look in at_each_call:
+            look()
     return able and _allowed(op, x)
 
 

@@ -17,7 +17,7 @@ import importlib
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,7 +71,30 @@ class Proof(NamedTuple):
     peers: tuple[PeerProof, ...] = ()
 
 
-proofs: dict[Case, Proof] = {}  # the proofs that this process uses
+def forget_recipes() -> None:
+    """Calls on CUDA tensors run their Python functions again, which may choose otherwise; csrc/
+    torch/recipes.cpp."""
+    if _C is not None:
+        torch.ops.fastpar._forget_recipes()
+
+
+class _Proofs(dict[Case, Proof]):
+    """With a change, who serves a call may change."""
+
+    def __setitem__(self, case: Case, proof: Proof) -> None:
+        super().__setitem__(case, proof)
+        forget_recipes()
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        super().update(*args, **kwargs)
+        forget_recipes()
+
+    def clear(self) -> None:
+        super().clear()
+        forget_recipes()
+
+
+proofs: dict[Case, Proof] = _Proofs()  # the proofs that this process uses
 _trying: dict[str, str] = {}  # op -> OWN | STOCK during its trial; also in autograd's threads
 _strict: list[None] = []  # an element for each reason to ignore times: threads add and take
 
@@ -128,11 +151,13 @@ def trying(op: str, what: str) -> Iterator[None]:
     what: also "forward/backward", names of implementations of attention."""
     before = dict(_trying)
     _trying[op] = what
+    forget_recipes()
     try:
         yield
     finally:
         _trying.clear()
         _trying.update(before)
+        forget_recipes()
 
 
 def is_trying() -> bool:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from fastpar.kernels.choice import forget_recipes
+
 C = TypeVar("C", bound=Any)  # a NamedTuple
 Place = tuple[Any, ...]
 TABLES: dict[str, ConfigTable] = {}  # by name: all imported tables
@@ -63,12 +65,16 @@ class ConfigTable(Generic[C]):
         """Calls inside, also in autograd's threads, find this config at this place."""
         before = dict(self._tried)
         self._tried[place] = config
-        self.get.cache_clear()
+        self._forget()
         try:
             yield
         finally:
             self._tried = before
-            self.get.cache_clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        self.get.cache_clear()
+        forget_recipes()
 
     def _load(self, path: Path) -> dict[Place, C]:
         """(arch, *place) -> config, all entries of a file."""
@@ -84,7 +90,7 @@ class ConfigTable(Generic[C]):
         functools.reduce(operator.getitem, nodes, table)[last] = config._asdict()
         self.path.write_text(render(table))
         self.load.cache_clear()
-        self.get.cache_clear()
+        self._forget()
 
 
 def render(table: dict[str, Any]) -> str:

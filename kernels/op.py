@@ -402,7 +402,7 @@ def define_kernels(
         return functools.partial(_missing, name)
     COMPILED.add(name)
     op = getattr(torch.ops.fastpar, name).default
-    for key in ("CUDA", "SparseCPU", "SparseCsrCPU", "MkldnnCPU"):
+    for key in ("SparseCPU", "SparseCsrCPU", "MkldnnCPU"):  # the first: python() of node.h
         _library.impl(name, run, key)
     torch.library.register_fake(op, fake, lib=_library)
 

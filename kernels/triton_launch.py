@@ -1,19 +1,15 @@
 """Launches Triton kernels, records them for ahead-of-time compilation, and adapts them to a GPU.
 
-Every Triton kernel goes through launch(). On a GPU the first launch is Triton's own, later ones are
-ours, [Note: launches again]. On CPU tensors Triton's interpreter runs the kernel
-(TRITON_INTERPRET=1, for tests); inside record(arch) nothing runs: what a call would launch on such
-a GPU is collected, which is what `make aot` compiles.
+Every Triton kernel goes through launch(), which is Triton's own launch. On CPU tensors Triton's
+interpreter runs the kernel (TRITON_INTERPRET=1, for tests); inside record(arch) nothing runs: what
+a call would launch on such a GPU is collected, which is what `make aot` compiles.
 
-[Note: launches again] Triton's launch inspects every argument and writes a text of all options to
-find the compiled kernel, and inspects every argument again to launch it, which takes longer than
-the rest of a small op. So csrc/bindings_launch.cpp keeps launched kernels under a key of everything
-that Triton specializes on: types, dtypes, whether each address is a multiple of 16, the values of
-integers (finer than Triton, which checks whether they are 1 or multiples of 16), constants,
-options, the device and the driver's context. A known key goes straight to the driver, on the
-current stream. _plan() verifies in the compiled code that the kernel takes exactly these
-parameters. Unusual launches go through Triton: hooks of a profiler, TRITON_DEBUG, hooks before a
-run, clusters, another Triton, and all of them without the compiled module.
+[Note: launches again] Triton's launch takes longer than the rest of a small op, and so does the
+Python function around it. So calls of an op of csrc/torch are repeated there, without Python
+(recipes.cpp [Note: recipes]): _note() tells its recorder what a call launched, after it verified in
+the compiled code that the kernel takes exactly these parameters. What is unusual it refuses, and
+such calls stay in Python: hooks before a run, clusters, another Triton. While a profiler's hooks or
+TRITON_DEBUG are on (look_at_hooks()), all calls go through Python.
 
 Only the <op>_triton modules import this one, and they are imported at the first use of a kernel:
 `import fastpar.kernels` does not import Triton.
@@ -21,20 +17,21 @@ Only the <op>_triton modules import this one, and they are imported at the first
 
 import contextlib
 import functools
+import itertools
 import re
+import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton import knobs
-from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastpar.kernels import _C
+from fastpar.kernels import _C, backend
 
 INTERPRETED_ARCH = 90  # the GPU whose configurations run under the interpreter
 # Streaming multiprocessors of A100, A10, L40S, H100 and H200, B200, RTX 5090.
@@ -84,6 +81,35 @@ class _Local(threading.local):
 _local = _Local()
 
 
+def _pause_recipes(more: int) -> None:
+    """While the sum of these is not 0, all calls go through Python."""
+    if _C is not None:
+        torch.ops.fastpar._pause_recipes(more)
+
+
+_SETTINGS = [
+    name
+    for name in ("debug", "launch_enter_hook", "launch_exit_hook", "add_stages_inspection_hook")
+    if hasattr(knobs.runtime, name)
+]
+_watched = False
+
+
+def look_at_hooks() -> None:
+    """Sends calls through Python from when a profiler's hooks or TRITON_DEBUG are on."""
+    global _watched
+    watched = False
+    for name in _SETTINGS:
+        setting = getattr(knobs.runtime, name)
+        watched = watched or bool(setting and getattr(setting, "calls", True))
+    if watched != _watched and _C is not None:
+        torch.ops.fastpar._watch_launches(watched)
+        _watched = watched
+
+
+backend.at_each_call.append(look_at_hooks)
+
+
 @contextlib.contextmanager
 def record(arch: int, sms: int | None = None) -> Iterator[list[Launch]]:
     """Collects the launches of the calls inside, on tensors of the meta device, for a GPU of
@@ -92,12 +118,11 @@ def record(arch: int, sms: int | None = None) -> Iterator[list[Launch]]:
         raise ValueError(f"record: expected arch in {sorted(SMS)}, got arch={arch}; choose one")
     before = _local.recorder
     recorder = _local.recorder = _Recorder(arch, sms or SMS[arch])
-    pause = (lambda on: None) if _C is None else _C.pause_launches  # launches go through Python
-    pause(True)
+    _pause_recipes(1)
     try:
         yield recorder.launches
     finally:
-        pause(False)
+        _pause_recipes(-1)
         _local.recorder = before
 
 
@@ -191,6 +216,7 @@ class Boxed(NamedTuple):
 _BOX_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 # Up to here Triton mends a descriptor for some drivers; such a one is left to it.
 _SMALL_BYTES = 128 << 10
+_NUMBER, _POINTER, _TILE = range(3)  # Kind of csrc/torch/recipes.cpp
 _WIDTHS = {"1": 1, "8": 1, "16": 2, "32": 4, "64": 8}
 
 
@@ -202,8 +228,8 @@ def _parameter_bytes(ptx: str) -> list[int]:
     return [int(n) if n else int(bits) // 8 for bits, n in found]
 
 
-def _box_plan(tile: Boxed, meta: dict[str, Any]) -> tuple | None:
-    """(type, swizzle, sizes, strides in bytes, strides, box), the last dimension first."""
+def _box_plan(tile: Boxed, meta: dict[str, Any]) -> list[int] | None:
+    """Type, swizzle, rank, and size, stride and box of each dimension, the last first."""
     about, itemsize = tile.layout, tile.base.element_size()
     sizes, strides = about.shape[::-1], about.strides[::-1]
     reach = sum((n - 1) * step for n, step in zip(sizes, strides)) * itemsize
@@ -212,94 +238,96 @@ def _box_plan(tile: Boxed, meta: dict[str, Any]) -> tuple | None:
     dtype = _BOX_TYPES.get(tile.base.dtype)
     if not plain or dtype is None or reach < _SMALL_BYTES:
         return None
-    in_bytes = [step * itemsize for step in strides[1:]]
-    return dtype, meta["swizzle"], sizes, in_bytes, strides, meta["block_size"][::-1]
+    box = meta["block_size"][::-1]
+    return [dtype, meta["swizzle"], len(sizes), *itertools.chain(*zip(sizes, strides, box))]
 
 
-def _plan(kernel: Any, compiled: Any, args: tuple, kwargs: dict[str, Any], device: int) -> Any:
-    """What _C.launch() needs to launch a compiled kernel again; None: it must go through Triton.
+def _parameters(kernel: Any, compiled: Any, args: tuple) -> tuple[list[int], list[Tensor]] | str:
+    """The parameters of a launch as csrc/torch/recipes.cpp takes them, or why there is no recipe.
     Checked against the kernel's own code: its parameters are those that it gets."""
     about, source = getattr(compiled, "metadata", None), getattr(compiled, "src", None)
     unusual = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size")
     if about is None or source is None or getattr(about, "num_ctas", 1) != 1:
-        return None
+        return "a launch of clusters"
     if any(getattr(about, name, 0) for name in (*unusual, "profile_scratch_size")):
-        return None
+        return "an unusual launch"
     names = [p.name for p in kernel.params]
-    if any(name not in kwargs for name in names[len(args) :]):
-        return None
-    kinds, tiles, sizes = [], [], []
+    if any(source.signature[name] != "constexpr" for name in names[len(args) :]):
+        return "a default of a kernel"
+    numbers: list[int] = []
+    tensors, sizes = [], []
     metas = iter(getattr(about, "tensordesc_meta", None) or ())
     for name, value in zip(names, args):
         kind = source.signature[name]
         if kind == "constexpr":
-            kinds.append(0)
-        elif isinstance(value, Boxed):
+            continue
+        if isinstance(value, Boxed):
             meta = next(metas, None)
             tile = None if meta is None else _box_plan(value, meta)
             if tile is None:
-                return None
-            kinds.append(2)
-            tiles.append(tile)
-            sizes += [128, *[4] * len(tile[2]), *[8] * len(tile[2])]
-        elif kind.startswith("*") or re.fullmatch("[iu](1|8|16|32|64)|fp32", kind):
-            kinds.append(1)
-            sizes.append(8 if kind.startswith("*") else _WIDTHS[kind.lstrip("iufp")])
+                return "a descriptor that Triton mends"
+            numbers += [_TILE, *tile]
+            tensors.append(value.base)
+            rank = tile[2]
+            sizes += [128, *[4] * rank, *[8] * rank]
+        elif kind.startswith("*"):
+            numbers.append(_POINTER)
+            tensors.append(value)
+            sizes.append(8)
+        elif kind == "fp32":
+            numbers += [_NUMBER, *struct.unpack("i", struct.pack("f", value))]
+            sizes.append(4)
+        elif re.fullmatch("[iu](1|8|16|32|64)", kind):
+            numbers += [_NUMBER, (int(value) + (1 << 63)) % (1 << 64) - (1 << 63)]
+            sizes.append(_WIDTHS[kind[1:]])
         else:
-            return None
-    if any(source.signature[name] != "constexpr" for name in names[len(args) :]):
-        return None
+            return f"a parameter of kind {kind}"
     if _parameter_bytes(compiled.asm["ptx"]) != [*sizes, 8, 8]:  # and two for memory to scratch
-        return None
-    threads, stream = 32 * about.num_warps, driver.active.get_current_stream
-    return compiled.function, threads, about.shared, kinds, tiles, stream, device
+        return "a kernel with other parameters"
+    return numbers, tensors
 
 
-def _through_triton(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
-    """launch() by Triton; returns the compiled kernel, if it ran on the current device."""
-    if 0 in grid:
-        return None
-    kwargs.setdefault("enable_fp_fusion", True)
-    recorder = _local.recorder
-    given = tuple([a.descriptor() if type(a) is Boxed else a for a in args])
-    if recorder is not None:
-        recorder.launches.append(_record(kernel, grid, given, kwargs, recorder.arch))
-        return None
-    device = _device(args)  # Gluon's descriptors are not TensorDescriptors
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            launch(kernel, grid, *args, **kwargs)
-        return None
-    return kernel[grid](*given, **kwargs)
+def _note(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple) -> None:
+    """Tells csrc/torch/recipes.cpp what was launched, or that it cannot be repeated."""
+    plain = isinstance(kernel, JITFunction) and not kernel.pre_run_hooks
+    found = _parameters(kernel, compiled, args) if plain else "a kernel with hooks"
+    if isinstance(found, str):
+        torch.ops.fastpar._refuse_recipe(found)
+        return
+    _kept.add(compiled)
+    about = compiled.metadata
+    torch.ops.fastpar._note_launch(
+        compiled.function, grid, 32 * about.num_warps, about.shared, *found
+    )
 
 
-def _for_the_first_time(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
-    """launch() by Triton; returns what _C.launch() needs to repeat it, or None."""
-    compiled = _through_triton(kernel, grid, *args, **kwargs)
-    if compiled is None or not isinstance(kernel, JITFunction):  # interpreted
-        return None
-    return _plan(kernel, compiled, args, kwargs, driver.active.get_current_device())
+_kept: set[Any] = set()  # compiled kernels of recipes: Triton unloads what nobody holds
 
 
-def _choose_launch() -> Callable[..., Any]:
-    """launch(kernel, grid, *args, **kwargs): kernel[grid](*args, **kwargs) on the device of its
-    first tensor; nothing for an empty grid.
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+    """kernel[grid](*args, **kwargs) on the device of its first tensor; nothing for an empty grid.
 
     args are the kernel's run-time parameters in order, kwargs its constants (BLOCK_C=...) and
     options (num_warps=...). Every kernel gets all of its constants here: no decorator chooses them.
     a * b + c is fused to one rounding unless enable_fp_fusion=False, which is explicit because
     Triton's default changes between versions.
     """
-    if _C is None:
-        return _through_triton
-    settings = ("debug", "launch_enter_hook", "launch_exit_hook", "add_stages_inspection_hook")
-    hooks = [name for name in settings if hasattr(knobs.runtime, name)]
-    through = _for_the_first_time, _through_triton
-    _C.prepare_launch(Tensor, torch.nn.Parameter, *through, knobs.runtime, hooks)
-    return _C.launch
-
-
-launch = _choose_launch()
+    if 0 in grid:
+        return
+    kwargs.setdefault("enable_fp_fusion", True)
+    recorder = _local.recorder
+    given = tuple([a.descriptor() if type(a) is Boxed else a for a in args])
+    if recorder is not None:
+        recorder.launches.append(_record(kernel, grid, given, kwargs, recorder.arch))
+        return
+    device = _device(args)  # Gluon's descriptors are not TensorDescriptors
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, grid, *args, **kwargs)
+        return
+    compiled = kernel[grid](*given, **kwargs)
+    if _C is not None and torch.ops.fastpar._is_recording():
+        _note(kernel, compiled, grid, args)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -141,6 +141,8 @@ void Sums::store() {
 }  // namespace fastpar::nodes
 
 TORCH_LIBRARY_FRAGMENT(fastpar, m) {
-  m.def("_serve_cpu_by_python(bool on) -> ()",
-        [](bool on) { fastpar::nodes::python_on_cpu.store(on, std::memory_order_relaxed); });
+  m.def("_serve_cpu_by_python(bool on) -> ()", [](bool on) {
+    fastpar::nodes::python_on_cpu.store(on, std::memory_order_relaxed);
+    fastpar::nodes::forget_recipes();
+  });
 }

@@ -3,10 +3,10 @@
 // seconds.
 //
 // [Note: an op] Its CPU kernel is C++, in front of csrc's kernels. For CUDA tensors its kernel is a
-// Python function (kernels/op.py define_kernels), registered under the CUDA key; the same function
-// serves a CPU call that it alone can answer: python() redispatches there. It makes the checks
-// with their words, and refuses; so a CPU kernel only asks whether a call is usual. Fakes are
-// Python's, too.
+// Python function (kernels/op.py define_kernels), of which recipes.cpp repeats what it launched.
+// The same function serves a CPU call that it alone can answer: python() redispatches to the key
+// of sparse tensors, under which it is registered. It makes the checks with their words, and
+// refuses; so a CPU kernel only asks whether a call is usual. Fakes are Python's, too.
 //
 // [Note: derivatives] One backward is defined. Its second derivative is refused: with create_graph
 // at once, under torch.func's transforms (which always record) where it is taken (RefuseBackward).
@@ -58,10 +58,14 @@ auto find(const char* name) {
 }
 
 // The op's Python function.
+constexpr c10::DispatchKeySet kPython(c10::DispatchKey::SparseCPU);
 template <class Op, class... Args>
 decltype(auto) python(const Op& op, Args&&... args) {
-  return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CUDA), std::forward<Args>(args)...);
+  return op.redispatch(kPython, std::forward<Args>(args)...);
 }
+
+// Calls of CUDA tensors run their Python functions again: recipes.cpp.
+void forget_recipes();
 
 // Whether Python serves CPU tensors as well: FASTPAR_BACKEND=triton, in Triton's interpreter.
 bool python_serves();

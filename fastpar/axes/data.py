@@ -10,7 +10,7 @@ Bytes         P elements of gradients and of weights, n ranks: stages 0 to 2 sen
               the weights, plus two gathered blocks.
 Use it        always first. A higher stage if memory is short; shard_size if the links between nodes
               are slow.
-Not with      Adafactor above stage 0; CUDA graphs at stages 2 and 3.
+Not with      Adafactor above stage 0.
 Source: Rajbhandari et al. 2020, arXiv 1910.02054
 
 Ranks exchange buckets: buckets_of() computes those of parallelize() for a GPT on one rank of tp,

@@ -511,9 +511,11 @@ class OneRank(Collectives):
 class PairwiseSum:
     """A sum of tensors in a fixed tree: ((0 + 1) + (2 + 3)) + ..., the rest from the right."""
 
-    def __init__(self) -> None:
+    def __init__(self, *first: Tensor) -> None:
         self.count = 0
         self._parts: list[Tensor] = []
+        for x in first:
+            self.push(x)
 
     def push(self, x: Tensor) -> None:
         """Add the next tensor, which must not be used afterwards."""

@@ -1,12 +1,13 @@
 """Proofs of kernels: the timer, the trial of one op, and compiling kernels before their trial.
 
 A proof answers: is fastpar's kernel right on this machine, and is it faster than stock PyTorch?
-Right: on ordinary and extreme inputs every result is within the 2x rule of cases.py, and a second
-call gives the same bits. Fast: forward and backward are timed in turn with what would run instead,
-and with stock PyTorch's own function if that is different. For attention, the other implementations
-of attention/peers.py are tried as well, by the same rules except that of equal bits. On a busy
-machine one timing says little: another implementation than fastpar's kernel is chosen only if two
-of at most TIMINGS timings agree on it.
+Right: on ordinary and extreme inputs every result is within the 2x rule of cases.py, and later
+calls give the same bits: on a GPU the last one is a recipe's (csrc/torch/recipes.cpp). Fast:
+forward and backward are timed in turn with what would run instead, and with stock PyTorch's own
+function if that is different. For attention, the other implementations of attention/peers.py are
+tried as well, by the same rules except that of equal bits. On a busy machine one timing says
+little: another implementation than fastpar's kernel is chosen only if two of at most TIMINGS
+timings agree on it.
 
 [Note: surroundings] The call that needs a proof may be in an autograd.Function's forward (no
 gradients are recorded there), in a checkpointed block (whose hooks would see the trial's tensors),

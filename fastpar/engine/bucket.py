@@ -308,6 +308,7 @@ class BucketState:
         params: its parameters, in the order of the layout's slots.
         flat: [P] parameters; without memory while a bucket of stage 3 is freed.
         casts: whether gradients have another dtype than the parameters.
+        shows_grad: whether p.grad is in the bucket's memory.
         shard: [S] this rank's shard of the newest parameters.
         stepped: [S] what an optimizer changes: shard, or its counterpart on the host.
         live: whether flat has the values; shown: whether the parameters are views of flat.
@@ -382,6 +383,7 @@ class BucketState:
         self.deterministic = settings.deterministic
         self.wire_dtype = settings.reduce_dtype or self.grad_dtype
         self.casts = self.grad_dtype != spec.dtype
+        self.shows_grad = not (stage.shards or self.casts)
         self.grad: Tensor | None = None
         self.grad_views: list[Tensor] = []
         if not stage.frees_gradients:
@@ -697,9 +699,9 @@ class BucketState:
             self.grad_views = [part.view(shape) for part, shape in zip(parts[::2], self._shapes)]
 
     def take(self, position: int, given: Tensor | None = None) -> bool:
-        """Copy a parameter's .grad, or a given gradient, into the bucket; returns taken()."""
+        """Copy a parameter's .grad, or a given gradient, into the bucket; returns arrived()."""
         self._add(position, self.params[position].grad if given is None else given, given)
-        return position in self.has and self.taken(position)
+        return position in self.has and self.arrived(position)
 
     def _add(self, position: int, grad: Tensor | None, given: Tensor | None) -> None:
         """Copy or add a gradient; None: it was computed in place, or there is none."""
@@ -720,7 +722,7 @@ class BucketState:
         if self.grad is None or not self.has:
             self.open_grad()
         view = self.grad_views[position]
-        if self.stage.shards or self.casts:
+        if not self.shows_grad:
             p.grad = None
         else:
             again = again and given is not None  # else autograd has added it
@@ -730,41 +732,36 @@ class BucketState:
                 p.grad = view
         if grad.data_ptr() != view.data_ptr():
             view.add_(grad) if again else view.copy_(grad)
-        self.has.add(position)
-        self.seen.add(position)
+        self.note(position)
 
     def take_all(self, grads: Sequence[Tensor | None]) -> bool:
-        """Take the gradients of its node into the bucket; returns whether it became ready."""
+        """Take the gradients of its node into the bucket; returns arrived()."""
         given = [i for i, grad in enumerate(grads) if grad is not None]
         if self._are_usual(given, grads):
             self.open_grad()
-            views, kept = self.grad_views, not (self.stage.shards or self.casts)
+            views = self.grad_views
             again = [i for i in given if i in self.has]
             first = [i for i in given if i not in self.has]
             if again:
                 torch._foreach_add_([views[i] for i in again], [grads[i] for i in again])
             if first:
                 torch._foreach_copy_([views[i] for i in first], [grads[i] for i in first])
-            for i in first if kept else ():
+            for i in first if self.shows_grad else ():
                 self.params[i].grad = views[i]
-            self.has.update(first)
-            self.seen.update(given)
+            self.note(*given)
         else:
             for i in given:
                 self._add(i, grads[i], grads[i])
-        if not self.used_directly:
-            placed = self.has if self.casts else ()  # computed in place: gradients.py, Places
-            self._awaited.difference_update(given, placed, (_NODE,))
-        return self._all_taken()
+        placed = self.has if self.casts else ()  # computed in place: gradients.py, Places
+        return self.arrived(*(() if self.used_directly else (*given, *placed, _NODE)))
 
     def _are_usual(self, positions: list[int], grads: Sequence[Tensor | None]) -> bool:
         """Whether these gradients can be copied, or added, as they are."""
         if self.sources is not None or self.phase in SENT:
             return False
-        if not (self.stage.shards or self.casts):
-            by_hand = (i for i in positions if i not in self.has)
-            if any(self.params[i].grad is not None for i in by_hand):
-                return False
+        first = [i for i in positions if i not in self.has] if self.shows_grad else ()
+        if [i for i in first if self.params[i].grad is not None]:  # set by hand
+            return False
         there = [g for g in grads if g is not None]
         return not [g for g in there if g.requires_grad or g.layout is not torch.strided]
 
@@ -772,25 +769,21 @@ class BucketState:
         """Memory for a gradient, which is there from now on, and whether to add to it."""
         self.open_grad()
         add = position in self.has
-        self.has.add(position)
-        self.seen.add(position)
+        self.note(position)
         return self.grad_views[position], add
 
-    def taken(self, position: int) -> bool:
-        """Note a gradient; returns whether it was the last that the bucket waited for."""
-        self.has.add(position)
-        self.seen.add(position)
-        self._awaited.discard(position)
-        return self._all_taken()
+    def note(self, *positions: int) -> None:
+        """Note gradients of this rank in `grad`."""
+        self.has.update(positions)
+        self.seen.update(positions)
 
-    def _all_taken(self) -> bool:
-        """Get ready if this backward has all gradients; returns whether that happened now."""
-        collecting = self.phase is BucketPhase.COLLECTING
-        if collecting and self._awaited:
-            return False
-        if collecting:
+    def arrived(self, *awaited: int) -> bool:
+        """Wait for these no more; returns whether they were the last, so that it became ready."""
+        self._awaited.difference_update(awaited)
+        ready = self.phase is BucketPhase.COLLECTING and not self._awaited
+        if ready:
             self.enter(BucketPhase.READY)
-        return collecting
+        return ready
 
     def open_grad(self) -> None:
         """Allocate `grad` before it is written; moves the sum so far out of its own slice."""
@@ -901,8 +894,7 @@ class BucketState:
     def forget_summands(self) -> None:
         """Deterministic: reduced was changed and replaces the sum that made it."""
         if self._reductions is not None and self.reduced is not None:
-            self._reductions = PairwiseSum()
-            self._reductions.push(self.reduced.clone())
+            self._reductions = PairwiseSum(self.reduced.clone())
 
     def free_grad(self) -> None:
         """Free the whole gradients, which have been sent, if the stage does."""
@@ -927,17 +919,13 @@ class BucketState:
         if not self.stage.shards and self.reduced is not None:
             assert self.grad is not None
             if anew:
-                self._reductions = None
-                if self.grad.any():
-                    self._reductions = PairwiseSum()
-                    self._reductions.push(self.grad.clone())
+                self._reductions = PairwiseSum(self.grad.clone()) if self.grad.any() else None
             self._aside = self._reductions is not None
             self._forget_local()
 
     def adopt(self, position: int) -> None:
         """Stage 0: give a parameter the gradient that other ranks have for it."""
-        self.has.add(position)
-        self.seen.add(position)
+        self.note(position)
         self.params[position].grad = None if self.casts else self.grad_views[position]
 
     def grad_of(self, position: int) -> Tensor | None:

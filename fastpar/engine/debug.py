@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -120,12 +121,8 @@ class InputCheck:
         digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8)
         for x in raw:
             digest.update(x.numpy().data)
-        mine = torch.tensor(
-            [int.from_bytes(digest.digest(), "little", signed=True)],
-            dtype=torch.int64,
-            device="cpu",
-        )
-        if bool((self._gather(mine) == mine).all()):  # true on all ranks, or on none
+        mine = int.from_bytes(digest.digest(), "little", signed=True)
+        if {mine} == {each for [each] in self._numbers(mine)}:  # true on all ranks, or on none
             return
         found = self._unlike(lines) or self._first(named, raw)
         raise RuntimeError(
@@ -135,14 +132,10 @@ class InputCheck:
 
     def _unlike(self, lines: Sequence[str]) -> str | None:
         """The first argument with another shape, dtype or name."""
-        text = torch.frombuffer(bytearray("\n".join(lines).encode() or b" "), dtype=torch.uint8)
-        size = int(
-            self._gather(torch.tensor([text.numel()], dtype=torch.int64, device="cpu")).max()
-        )
-        padded = torch.full((size,), ord(" "), dtype=torch.uint8, device="cpu")
-        padded[: text.numel()] = text
-        rows = self._gather(padded)
-        texts = [bytes(row.tolist()).decode().rstrip(" ") for row in rows]
+        text = "\n".join(lines).encode()
+        longest = max(n for [n] in self._numbers(len(text)))
+        padded = torch.frombuffer(bytearray(text.ljust(longest + 1)), dtype=torch.uint8)
+        texts = [bytes(row.tolist()).decode().rstrip(" ") for row in self._gather(padded)]
         rank, mine, first = first_difference([text.split("\n") if text else [] for text in texts])
         if rank < 0:
             return None
@@ -151,32 +144,23 @@ class InputCheck:
 
     def _first(self, named: Sequence[tuple[str, Tensor]], raw: Sequence[Tensor]) -> str:
         """The first element that differs from rank 0's."""
-        none = len(named)
-        mine = torch.tensor([none, 0], dtype=torch.int64, device="cpu")
+        mine = len(named), 0
         for i, x in enumerate(raw):
-            theirs = self._gather(x)[0] if x.numel() else x
-            unequal = (theirs != x).nonzero()
-            if mine[0] == none and unequal.numel():
-                mine = torch.tensor(
-                    [i, int(unequal[0]) // named[i][1].element_size()],
-                    dtype=torch.int64,
-                    device="cpu",
-                )
-        i, rank, element = min(
-            (i, rank, element) for rank, (i, element) in enumerate(self._gather(mine).tolist())
-        )
+            unequal = (self._gather(x)[0] != x).nonzero() if x.numel() else x
+            if mine[0] == len(named) and unequal.numel():
+                mine = i, int(unequal[0]) // named[i][1].element_size()
+        i, rank, element = min((i, r, at) for r, (i, at) in enumerate(self._numbers(*mine)))
         name, x = named[i]
-        index = [
-            int(n)
-            for n in torch.unravel_index(
-                torch.tensor(element, dtype=torch.int64, device="cpu"), x.shape
-            )
-        ]
+        index = [*map(int, np.unravel_index(element, x.shape))]
         return f"'{name}' first at index {index} on {self.axis} rank {rank}"
 
     def _gather(self, x: Tensor) -> Tensor:
         """[W, *x.shape]: the tensors of all ranks, on the host."""
         return self.group.gathered(x.to(self.group.device)).cpu()
+
+    def _numbers(self, *mine: int) -> list[list[int]]:
+        """Those of each rank."""
+        return self._gather(torch.tensor(mine, dtype=torch.int64, device="cpu")).tolist()
 
 
 def _capturing(device: torch.device) -> bool:

@@ -63,7 +63,7 @@ class Engine:
         graph_task: autograd's number of the backward that runs, or that stopped; -1: none.
     """
 
-    paused = False  # its hooks do nothing; see train/cuda_graphs.py
+    paused = False  # its hooks do nothing; see optim/graphs.py
     on_phase: Callable[[str], None] = staticmethod(lambda name: None)  # see comm/recorder.py
     recorder: Callable[[Tensor], tuple[Tensor, bool] | None] | None = None  # replaces Places
 

@@ -73,7 +73,7 @@ class Gathers:
         engine: is called when a pass begins, which may raise; its `lends` says what forwards get.
     """
 
-    paused = False  # its hooks do nothing; see train/cuda_graphs.py
+    paused = False  # its hooks do nothing; see optim/graphs.py
     part: object = 0  # the chunk of the model that runs: each has its own order of gathers
 
     def __init__(self, units: list[list[nn.Module]], shards: Shards, engine: Any) -> None:
@@ -214,15 +214,6 @@ class Gathers:
                 bucket.lend()
         bucket.show()
         return True
-
-    def replay_forward(self) -> None:
-        """Stages 1 and 2: begin a forward of all units without hooks, after all gathers."""
-        self._engine.before_forward(True)
-        self.entered.update(range(len(self.buckets)))
-        self._ever |= self.entered
-        self.launch_stale()
-        for bucket in self._shards.buckets:
-            bucket.finish_gather()
 
     def _note_use(self, index: int) -> None:
         if torch.is_grad_enabled():

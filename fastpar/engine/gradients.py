@@ -1,11 +1,12 @@
 """Sends the gradients of buckets, in one order on all ranks, and waits for their means.
 
 [Note: when a bucket is launched]
-A bucket is ready when each of its parameters had its hook in this backward. Ready buckets are
-launched in index order, bucket i only after i - 1: hooks fire in another order under torch.compile
-and for other inputs, and ranks that launch collectives in different orders would add different
-buckets. A unit that this rank's forward skipped has no gradient: its buckets are ready from the
-beginning. At the end of a backward the rest is launched and everything is awaited.
+A bucket is ready when its node, and each parameter without a gradient from it, had its turn in this
+backward. Ready buckets are launched in index order, bucket i only after i - 1: autograd comes to
+them in another order under torch.compile and for other inputs, and ranks that launch collectives in
+different orders would add different buckets. A unit that this rank's forward skipped has no
+gradient: its buckets are ready from the beginning. At the end of a backward the rest is launched
+and everything is awaited.
 
 If whole gradients are freed, the host waits for the oldest reduction when too many are in flight.
 Ranks whose forwards differ may each wait for a gather that the other has not begun: on a CPU at

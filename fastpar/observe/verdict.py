@@ -273,7 +273,7 @@ def _host(m: Measured) -> Iterator[str]:
     if waits and not m.situation.compiled:
         yield (
             "The GPU waits for the host, here without CUDA graphs: if the first lines of the run "
-            "name graphs, it does not wait in training; else --cuda-graphs replays micro-batches, "
+            "name graphs, it does not wait in training; "
             "or --compile fuses small operations, after a slow start."
         )
     if idle and m.shares[COMPUTE] >= 0.5:

@@ -66,7 +66,7 @@ from fastpar.axes.wires import message_bytes
 from fastpar.comm.transports import shared_bytes, shared_ranges
 from fastpar.engine.engine import Engine
 from fastpar.engine.gradients import IN_FLIGHT as IN_REDUCTION
-from fastpar.engine.gradients import LEAST_BYTES, LEAST_WIDE_BYTES
+from fastpar.engine.gradients import LEAST_BYTES
 from fastpar.kernels.backend import has_bf16_gemm
 from fastpar.kernels.linear.fp8 import BLOCK
 from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows, workspace_bytes
@@ -208,7 +208,7 @@ class Table:
         table: shape of the embedding; tied: whether it is the head too.
         standing: memory that the loss keeps between calls.
         begins, ends: number of parameters before the blocks and behind them.
-        places: whether gradients of large weights are computed in their buckets.
+        places: whether fp32 gradients of large 16-bit weights are computed in their buckets.
         embedding: temporary memory of its backward, besides its gradient.
     """
 
@@ -351,9 +351,7 @@ class Arriving(NamedTuple):
         item, each, stage = setup.weight_bytes, setup.grad_bytes, setup.stage
         several, by_shard = setup.grad_accum_steps > 1, setup.accumulate == "shard"
         kind, wide = setup.device_type, item == 2 < each
-        # In later micro-batches they are added from memory of their own.
-        places &= (each == item and (by_shard or not several)) or (wide and kind == "cuda")
-        least = (LEAST_WIDE_BYTES if wide else LEAST_BYTES)[kind] if places else math.inf
+        least = LEAST_BYTES[kind] if places and wide and kind == "cuda" else math.inf
         collects = stage >= 2 and (by_shard or not several)
         share = buckets.share(setup.n_shards) / buckets.elements
         of_sum, before = each * share * (several and by_shard and stage > 0), 0.0

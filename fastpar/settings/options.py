@@ -198,8 +198,7 @@ class SystemSettings:
     compile: bool = False
     """Compile the model by torch.compile: slower start, faster steps."""
     cuda_graphs: bool | None = None
-    """Capture steps in CUDA graphs, or micro-batches if whole steps are impossible.
-    Unset: capture whole steps if possible."""
+    """Replay each step as one CUDA graph, on one rank. Unset: where that is possible."""
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ from fastpar.kernels import keep_freed_memory, make_key
 from fastpar.models.gpt import GPT, numbers_of, report_of, restore_scales, saved_scales
 from fastpar.models.hf import load_hf
 from fastpar.models.set_up import set_up
+from fastpar.optim.graphs import StepGraph, why_none
 from fastpar.optim.outer import Outer
 from fastpar.optim.schedule import AveragedWeights, DynamicLossScale, forget_average, set_lr
 from fastpar.predict.run import check_host_activations, check_ranks
@@ -117,7 +118,6 @@ from fastpar.settings.config import TrainConfig
 from fastpar.settings.files import parse_seconds
 from fastpar.settings.mesh import axes_of
 from fastpar.train import start
-from fastpar.train.cuda_graphs import StepGraph, captured
 from fastpar.train.journal import TIME_IS_UP, Journal, RunFolder, Step, check_out, to_host
 from fastpar.train.launch import SIGNALS, catching_save, catching_stop
 
@@ -257,12 +257,7 @@ class Trainer:
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
         self.guards = Guards(config.faults.on_nonfinite, scaled=self.loss_scale is not None)
         self.forward: Any = torch.compile(self.model) if config.system.compile else self.model
-        asked = config.system.cuda_graphs if config.runs_in_graphs() else False
-        self.micro_batch, self.step_graph, graphs = captured(
-            self._micro_batch, self.model, self.engine, self.optimizer, asked
-        )
-        if graphs:
-            self._facts["graphs"] = graphs
+        self.step_graph = self._graph_of_steps()
         self.step = self.next_sample = self.tokens = 0
         self.samples = start.samples_of(config, self.data, self.block_size)
         self.changed = getattr(self.samples, "description", "")  # changes that config.json lacks
@@ -274,6 +269,20 @@ class Trainer:
         self.pending: deque[Step] = deque()  # steps whose numbers are not read yet
         self.keep_pending = int(mesh.device.type == "cuda" and self.loss_scale is None)
         self.stop_signals: list[int] = []
+
+    def _graph_of_steps(self) -> StepGraph | None:
+        """The graph of whole steps; None where there can be none, or none is wanted."""
+        asked = self.config.system.cuda_graphs
+        why = why_none(self.model, self.engine, self.optimizer)
+        if asked and why:
+            raise ValueError(
+                "train: expected steps that a CUDA graph can hold with cuda_graphs, got ones where "
+                f"{why}; drop --cuda-graphs"
+            )
+        if why or asked is False or not self.config.runs_in_graphs():
+            return None
+        self._facts["graphs"] = "of the whole step"
+        return StepGraph(self._micro_batch, self.model, self.engine, self.optimizer)
 
     def _load(self, checkpoint: Path) -> None:
         state = load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer)
@@ -405,14 +414,14 @@ class Trainer:
             )
             key = to_device(make_key(seed, first), mesh.device)
             if self.engine.shards.stages is None and graph is None:
-                loss += self.micro_batch(x, y, key, scale, *documents)
+                loss += self._micro_batch(x, y, key, scale, *documents)
             else:
                 whole.append((x, y, key, *documents))
         lr = set_lr(optimizer, self.step, config)
         if graph is not None and not self._fits_graph(graph, whole, scale):
             graph = None
             for x, y, key in whole:
-                loss += self.micro_batch(x, y, key, scale)
+                loss += self._micro_batch(x, y, key, scale)
         elif whole and graph is None:
             loss += self._through_stages(whole, scale)
         if scale is not None or skips:

@@ -46,7 +46,7 @@ def of_cases(device: str, dtype: torch.dtype = F32) -> dict[str, list[Program]]:
             for given in [dtype if dtype in case.dtypes or dtype == torch.float64 else BF16]
             if not re.search("[NBT]=0", case.shape) and (case.in_fp64 or dtype == F32)
             for inputs in [case.inputs(given, device)]
-            if not triton or tiles_fit(inputs)
+            if not triton or tiles_fit(case, inputs)
         ]
     return found
 

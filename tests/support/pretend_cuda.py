@@ -9,7 +9,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from fastpar.kernels import backend
-from fastpar.train import cuda_graphs
+from fastpar.optim import graphs
 
 _CUDA, _CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -56,7 +56,7 @@ def pretend_cuda():
 
     with (
         mock.patch.object(triton_launch, "_record", lambda kernel, *args: kernel.fn.__name__),
-        mock.patch.object(cuda_graphs, "_PASSED", (*cuda_graphs._PASSED, __file__)),
+        mock.patch.object(graphs, "_PASSED", (*graphs._PASSED, __file__)),
         mock.patch.object(backend, "check_gpu", _yes),
         mock.patch.object(backend, "_allowed", _yes),
         mock.patch.object(backend, "choice", "triton"),

@@ -1,4 +1,5 @@
-"""--cuda-graphs: the same bits; what is refused; what a capture forbids is found on a CPU."""
+"""Steps as CUDA graphs, of the trainer and of a loop of one's own: the same bits; what is refused;
+what a capture forbids is found on a CPU."""
 
 import contextlib
 import sys
@@ -11,14 +12,13 @@ from cells import slow, sweep
 from pretend_cuda import pretend_cuda
 from train_runs import TINY, Runs, curve
 
-from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
+from fastpar import GPT, AdamW, GPTConfig, Mesh, Muon, engine_of, graphed, muon_groups, parallelize
 from fastpar.kernels import adamw, make_key
 from fastpar.kernels.activation import triton as activation_triton
 from fastpar.optim import adamw as optim
-from fastpar.optim import base
+from fastpar.optim import base, graphs
+from fastpar.optim.graphs import CaptureCheck, StepGraph
 from fastpar.testing import run_ranks
-from fastpar.train import cuda_graphs
-from fastpar.train.cuda_graphs import CaptureCheck, MicroBatchGraphs, StepGraph
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64, dropout=0.1)
 run = Runs(device="auto", max_steps=5, eval_every=2, save_every=0)
@@ -27,11 +27,8 @@ run = Runs(device="auto", max_steps=5, eval_every=2, save_every=0)
 class Again:
     """In place of a CUDA graph: a replay runs the region once more, without the engine's hooks."""
 
-    def __init__(self, region, warm_up, pool):
+    def __init__(self, region, warm_up):
         self.replay = region
-
-    def pool(self):
-        return None
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -48,10 +45,10 @@ def captured(monkeypatch):
         found.append(args)
         return Again(*args)
 
-    monkeypatch.setattr(cuda_graphs, "capture", capture)
-    monkeypatch.setattr(cuda_graphs, "has_graphs", lambda device: True)
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
     # A CPU's model looks at token ids; below is the check, on a GPU's way.
-    monkeypatch.setattr(cuda_graphs, "CaptureCheck", contextlib.nullcontext)
+    monkeypatch.setattr(graphs, "CaptureCheck", contextlib.nullcontext)
     return found
 
 
@@ -59,9 +56,9 @@ def nothing(trainer):
     pass
 
 
-def weights_of(out, graphs, changes, prepare=nothing):
+def weights_of(out, asked, changes, prepare=nothing):
     """Of one rank, at the end of a run; prepare(trainer) comes before its third step."""
-    trainer = run.trainer(**changes, out=out, cuda_graphs=graphs)
+    trainer = run.trainer(**changes, out=out, cuda_graphs=asked)
     step = trainer.train_step
 
     def train_step():
@@ -82,35 +79,31 @@ TWO = {"micro_batch_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "changes", "graphs"),  # of a rank: one rank alone captures whole steps
+    "changes",
     [
-        (1, {**TWO, "dtype": "bf16", "on_nonfinite": "skip", "ema": 0.9}, 1),
-        (2, {**TWO, "zero_stage": 1}, 2),
-        slow(1, {"dtype": "bf16", "stochastic_rounding": True, "max_grad_norm": 0.0}, 1),
-        slow(1, {**TWO, "optimizer": "muon"}, 2),
-        slow(2, {"micro_batch_size": 1, "zero_stage": 1, "accumulate": "shard"}, 1),
-        slow(2, {"micro_batch_size": 1, "zero_stage": 1, "deterministic": True}, 1),
+        {**TWO, "dtype": "bf16", "on_nonfinite": "skip", "ema": 0.9},
+        slow({"dtype": "bf16", "stochastic_rounding": True, "max_grad_norm": 0.0}),
     ],
 )
-def test_a_replayed_run_has_the_same_bits(here, captured, ranks, changes, graphs):
-    expected = run_ranks(weights_of, ranks, "plain", False, changes)
+def test_a_replayed_run_has_the_same_bits(here, captured, changes):
+    expected = weights_of("plain", False, changes)
     assert not captured
-    found = run_ranks(weights_of, ranks, "graphs", True, changes)
-    assert len(captured) == ranks * graphs
+    found = weights_of("graphs", True, changes)
+    assert len(captured) == 1
     assert curve("graphs") == curve("plain")
-    assert all(map(same, found, expected))
+    assert same(found, expected)
 
 
 def test_a_run_goes_on_with_and_without_graphs(here, captured):
     """Counters, rates and masters that a graph reads on the device are saved as ever."""
     same_rates = {"min_lr": TINY["lr"], "warmup_steps": 0}  # whatever max_steps is
 
-    def go(out, graphs, max_steps=6, **changes):
+    def go(out, asked, max_steps=6, **changes):
         changes |= {"dtype": "bf16", "max_steps": max_steps, "save_every": 6}
-        return weights_of(out, graphs, {**same_rates, **changes})
+        return weights_of(out, asked, {**same_rates, **changes})
 
-    for out, graphs in (("plain", False), ("graphs", True)):
-        go(out, graphs)
+    for out, asked in (("plain", False), ("graphs", True)):
+        go(out, asked)
     expected = go("plain", False, 12, resume=True)
     assert not same(go("graphs", True, 11, resume=True), expected)
     assert same(go("graphs", False, 12, resume=True), expected)
@@ -118,30 +111,32 @@ def test_a_run_goes_on_with_and_without_graphs(here, captured):
 
 
 def test_what_is_captured_and_said(here, captured, monkeypatch):
-    """By default where whole steps can be; of a micro-batch, with the reason, where asked for."""
+    """By default where steps can be; where they are asked for and cannot be, the reason."""
 
-    def graphs(changes):
+    def said(changes):
         trainer = run.trainer(**changes)
-        assert (trainer.step_graph is None) == (trainer._facts.get("graphs") != "of the whole step")
+        assert (trainer.step_graph is None) == ("graphs" not in trainer._facts)
         return trainer._facts.get("graphs", "")
 
-    on, micro = {"cuda_graphs": True}, "per micro-batch, because "
-    for ranks, changes, said in (
+    for ranks, changes, expected in (
         (1, {}, "of the whole step"),
         (1, {"cuda_graphs": False}, ""),
-        (1, {"device": "cpu"}, ""),
         (1, {"optimizer": "muon"}, ""),
         (1, {"activation_checkpointing": "full"}, ""),
         (2, {}, ""),
-        (1, {**on, "deterministic": True}, f"{micro}the host sums micro-batches in a"),
-        (1, {**on, "optimizer": "adafactor"}, f"{micro}Adafactor reads its numbers on the"),
-        (2, {**on, "zero_stage": 1}, f"{micro}the host starts collectives"),
     ):
-        found = run_ranks(graphs, ranks, changes)[0]
-        assert found.startswith(said), changes
-        assert bool(found) == bool(said), changes
+        assert run_ranks(said, ranks, changes)[0] == expected, changes
+    with pytest.raises(ValueError, match="can hold with cuda_graphs, got ones where the host start"):
+        run_ranks(said, 2, {"cuda_graphs": True})
+    for changes, why in (
+        ({"deterministic": True}, "in a tree"),
+        ({"optimizer": "adafactor"}, "numbers on the host"),
+        ({"nproc": 2}, "the host starts collectives"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            run.trainer(cuda_graphs=True, **changes)
     monkeypatch.undo()
-    assert graphs({}) == ""  # no GPU
+    assert said({}) == ""  # no GPU
 
 
 @contextlib.contextmanager
@@ -159,7 +154,7 @@ def hook(trainer):
 
 
 def check(trainer):
-    cuda_graphs.CaptureCheck = finds  # the fixture puts its own back
+    graphs.CaptureCheck = finds  # the fixture puts its own back
 
 
 @pytest.mark.parametrize(
@@ -196,40 +191,13 @@ def compute_of(model):
     return compute
 
 
-def graphs_of(model, kind=MicroBatchGraphs, **options):
-    engine = engine_of(parallelize(model.train(), Mesh()))
-    return kind(compute_of(model), model, engine, **options)
-
-
-def test_what_graphs_of_micro_batches_refuse(captured):
-    model = GPT(SMALL)
-    graphs, key = graphs_of(model), make_key(1, 0)
-    for _ in range(2):
-        for length in (4, 8, 12, 16):
-            graphs(ids(1, length), key, 2.0)
-    assert len(captured) == 5  # each shape once; the first has nothing to add to
-    with pytest.raises(ValueError, match=r"expected at most 4 shapes .* pad them to one shape"):
-        graphs(ids(2), key, 2.0)
-    block, weight = model.h[1], model.h[1].mlp.c_fc.weight
-    of_weight = weight.register_hook, weight.register_post_accumulate_grad_hook
-    for register in (block.register_forward_hook, *of_weight):
-        handle = register(lambda *args: None)
-        with pytest.raises(ValueError, match=r"expected no hooks .* of 'h\.1.* remove it, or drop"):
-            graphs(ids(1), key, 2.0)
-        handle.remove()
-        graphs(ids(1), key, 2.0)
-    model.wpe.weight.grad = None
-    with pytest.raises(RuntimeError, match=r"of all parameters or of none, got none of 'wpe"):
-        graphs(ids(1), key, 2.0)
-
-
 def test_what_a_step_graph_refuses(captured, monkeypatch):
-    model = GPT(SMALL)
-    graph = graphs_of(model, StepGraph, optimizer=AdamW(model.parameters()))
+    model = parallelize(GPT(SMALL).train(), Mesh())
+    graph = StepGraph(compute_of(model), model, engine_of(model), AdamW(model.parameters()))
     one, unlike = (ids(2), make_key(1, 0)), r"expected every step like the first one .* pad them"
     graph([one], None)
     handle = model.h[1].register_forward_hook(lambda *args: None)
-    with pytest.raises(ValueError, match=r"expected no hooks .* of 'h\.1', which"):
+    with pytest.raises(ValueError, match=r"expected no hooks, got one of 'h\.1', which"):
         graph([one], None)
     handle.remove()
     for batches, scale in (([(ids(1), one[1])], None), ([one] * 2, None), ([one], 1.0)):
@@ -238,26 +206,70 @@ def test_what_a_step_graph_refuses(captured, monkeypatch):
     graph._compute = lambda x, key, scale: torch.zeros(())
     with pytest.raises(RuntimeError, match=r"expected a gradient of every parameter, got none of"):
         graph([one], None)
+
+
+def test_why_there_is_no_graph(captured, monkeypatch):
+    def why(config=SMALL, optimizer=AdamW, **settings):
+        model = parallelize(GPT(config).train(), Mesh(), **settings)
+        params = muon_groups(model) if optimizer is Muon else model.parameters()
+        return graphed(lambda x: model(x, x), model, optimizer(params, lr=0.01)).why
+
+    assert why() == ""
+    assert why(GPTConfig(**{**vars(SMALL), "n_expert": 2})).startswith("the counts of experts")
+    assert why(optimizer=Muon) == "Muon reads its numbers on the host"
+    assert why(deterministic=True) == "the host sums micro-batches in a tree"
+    assert run_ranks(why, 2)[0] == "the host starts collectives"
     monkeypatch.undo()
-    for kind, more in ((MicroBatchGraphs, {}), (StepGraph, {"optimizer": None})):
-        with pytest.raises(ValueError, match=r"expected a GPU with cuda_graphs, got device=cpu"):
-            graphs_of(GPT(SMALL), kind, **more)
-    sparse = GPT(GPTConfig(**{**vars(SMALL), "n_expert": 2}))
-    why = cuda_graphs.why_micro_batches(sparse, Mock(), AdamW(sparse.parameters()))
-    assert why.startswith("the counts of experts")
+    assert why() == "cpu has no CUDA graphs"
+    with pytest.raises(ValueError, match="engine_of: GPT has no engine"):
+        graphed(None, GPT(SMALL), None)
 
 
-def train(device, graphed, whole, dtype, scaled):
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_loop_of_ones_own_has_the_same_bits(captured, monkeypatch, parts):
+    """With a graph, without one, and written out; a step of another shape ends the graph."""
+
+    def losses(kind):
+        torch.manual_seed(0)
+        model = parallelize(GPT(SMALL).train(), Mesh())
+        optimizer = AdamW(model.parameters(), lr=2.0**-7, max_grad_norm=1.0)  # exact in fp32
+        step = graphed(lambda x, key: model(x, x, rng_key=key), model, optimizer)
+        found = []
+        for i in range(7):
+            rows = 1 if i == 6 else 2
+            batches = [(ids(rows), make_key(1, 4 * i + 2 * j)) for j in range(parts)]
+            if kind == "by hand":
+                shares = [model(x, x, rng_key=key) / parts for x, key in batches]
+                for share in shares:
+                    share.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(sum(share.double() for share in shares).item())
+            elif i == 6 and kind == "graph":
+                with pytest.warns(UserWarning, match="without a CUDA graph from now on: StepGraph"):
+                    found.append(step(*batches).item())
+                assert "expected every step like the first one" in step.why
+            else:
+                found.append(step(*(batches if parts > 1 else batches[0])).item())
+        return found
+
+    found = losses("graph")
+    assert len(captured) == 1
+    monkeypatch.setattr(graphs, "has_graphs", lambda device: False)
+    assert losses("no graph") == found
+    assert losses("by hand") == found
+    assert len(captured) == 1
+
+
+def train(device, with_graph, dtype, scaled):
     """What seven steps of two micro-batches each give, one of them an overflow if scaled."""
     torch.manual_seed(0)
     model = GPT(SMALL).to(device, dtype).train()
     engine = engine_of(parallelize(model, Mesh(device=device), grad_dtype=torch.float32))
     masters = dtype != torch.float32
     optimizer = AdamW(model.parameters(), lr=0.01, master_weights=masters, max_grad_norm=1.0)
-    call = compute = compute_of(model)
-    if graphed and not whole:
-        call = MicroBatchGraphs(compute, model, engine)
-    graph = StepGraph(compute, model, engine, optimizer) if graphed and whole else None
+    compute = compute_of(model)
+    graph = StepGraph(compute, model, engine, optimizer) if with_graph else None
     found = []
     for step in range(7):
         scale = None if not scaled else 2.0**127 if step == 4 else 2.0 ** (step % 3)
@@ -266,7 +278,7 @@ def train(device, graphed, whole, dtype, scaled):
         if graph is None:
             loss = torch.zeros((), dtype=torch.float64, device=device)
             for batch in batches:
-                loss += call(*batch, 0.5 if scale is None and not whole else scale)
+                loss += compute(*batch, scale)
             if scaled:
                 optimizer.grad_scale = scale
             optimizer.step()
@@ -279,8 +291,7 @@ def train(device, graphed, whole, dtype, scaled):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("whole", [True, False])
-def test_graphs_have_the_same_bits(request, device, monkeypatch, whole, dtype):
+def test_graphs_have_the_same_bits(request, device, monkeypatch, dtype):
     """On a CPU with a stand-in for graphs, so that the GPU's test is known to run; in 16 bits with
     weights' gradients that come out of their products in fp32, as on a GPU."""
     if device == "cpu":
@@ -289,14 +300,14 @@ def test_graphs_have_the_same_bits(request, device, monkeypatch, whole, dtype):
         products = Mock(side_effect=module.wide_product)
         monkeypatch.setattr(module, "use_wide", lambda x: x.dtype != torch.float32)
         monkeypatch.setattr(module, "wide_product", products)
-    scaled = whole and dtype == torch.bfloat16
-    plain, values = train(device, False, whole, dtype, scaled)
-    again, found = train(device, True, whole, dtype, scaled)
+    scaled = dtype == torch.bfloat16
+    plain, values = train(device, False, dtype, scaled)
+    again, found = train(device, True, dtype, scaled)
     assert plain[-1] == {6.0 if scaled else 7.0}
     assert again == plain
     assert same(found, values)
     if device == "cpu":
-        assert len(captured) == (1 if whole else 2)
+        assert len(captured) == 1
         weights = 4 * SMALL.n_layer if dtype == torch.bfloat16 else 0
         assert products.call_count == 2 * 7 * 2 * weights  # runs, steps, micro-batches
 
@@ -358,7 +369,6 @@ def test_what_a_capture_allows_passes():
 
 def after_two_steps(monkeypatch, dtype=torch.float32, scale=None, **options):
     """The optimizer of a StepGraph, and its third step of two micro-batches, on a GPU's way."""
-    monkeypatch.setattr(cuda_graphs, "check_device", lambda device: None)
     module = sys.modules["fastpar.kernels.loss.linear_cross_entropy"]  # torch has it on CUDA alone
     monkeypatch.setattr(module, "wide_product", lambda a, b, *_, add: a.float() @ b.float())
     # As on a GPU: behind the dispatcher the tensors say that they are on a CPU.

@@ -1,23 +1,11 @@
-"""CUDA graphs of a whole step, or of forward and backward of a micro-batch.
+"""A training step as one CUDA graph: fastpar.graphed() for a loop of your own, and the trainer's.
 
-One launch replaces hundreds. It pays for small micro-batches, whose launches take the host longer
-than the computation takes the GPU: on an H200 a step of GPT-2 124M (context 1024, bf16) takes 9.6
-ms with graphs and 47.0 ms without at batch 4, 16.6 and 53.2 ms at batch 8, with the same bits in 12
-steps. Without --cuda-graphs, whole steps are captured if possible; with it, micro-batches too.
+One launch replaces hundreds. It pays for small batches, whose launches take the host longer than
+the computation takes the GPU: on an H200 a step of GPT-2 124M (context 1024, bf16) takes 9.6 ms
+with a graph and 47.0 ms without at batch 4, 16.6 and 53.2 ms at batch 8, with the same bits in 12
+steps.
 
-[Note: graph contents] A graph reaches from the model's inputs to the gradients in the memory of
-their buckets. Inputs, dropout key, loss scale and loss are tensors at fixed addresses, filled
-before a replay. The first micro-batch of a step writes its gradients, later ones add to them: two
-graphs, which share their memory, because they never run at the same time and no tensor of one
-outlives it ([Note: capture check]). The engine's bookkeeping, usually done in hooks, is done after
-the replay (run_replay), so reductions do not overlap with backward. The graphs keep the memory of
-activations between steps.
-
-[Note: before a capture] The region runs twice on a separate stream, and its gradients are dropped:
-this compiles, proves and loads kernels. The second run is under the capture check. Calls of other
-threads (watchdog, save) during a capture are allowed.
-
-[Note: a whole step] consists of the micro-batches, the norm and AdamW's update:
+[Note: a graph] holds the micro-batches of a step, the norm and AdamW's update:
 
     tokens, dropout keys, learning rates, loss scale    filled before a replay
         forward and backward of each micro-batch        gradients into the buckets
@@ -25,17 +13,19 @@ threads (watchdog, save) during a capture are allowed.
         AdamW's update, its step counters
     loss and norm                                       read after it
 
-[Note: one rank] A graph of a step holds only the work of one rank. With several ranks the host
-starts collectives, times them by events and may wait for them, so only micro-batches are captured
-(why_micro_batches). Also, --deterministic sums micro-batches in a tree on the host, and Muon and
-Adafactor read numbers on the host.
+Inputs are tensors at fixed addresses. The first micro-batch of a step writes its gradients, later
+ones add to them. The graph keeps the memory of activations between steps. After a replay the engine
+only records that a step took time: a step begins and ends without gradients, so its phases and
+buckets are the same before and after.
 
-[Note: engine state] After a replay the engine only records that a step took time. A step begins and
-ends without gradients, so its phases and buckets are the same before and after.
+[Note: one rank] A graph holds only the work of one rank. With several ranks the host starts
+collectives, times them by events and may wait for them. Also, a deterministic engine sums
+micro-batches in a tree on the host, and Muon and Adafactor read numbers on the host.
 
 [Note: first steps] Steps 1 and 2 run as usual, in the memory of the graph: they create the
-optimizer's state and prove kernels. Step 3 runs under the capture check. From step 4 on the graph
-is replayed.
+optimizer's state, compile and prove kernels. Step 3 runs under the capture check. Before step 4
+forward and backward run once more, on a separate stream, and the step is captured; from then on it
+is replayed. Calls of other threads (watchdog, save) during a capture are allowed.
 
 [Note: capture check] The check finds operations that a CUDA graph cannot hold by running the region
 once, on a CPU too. Some of them make a capture fail without naming the place; some would make every
@@ -49,7 +39,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -60,14 +51,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter
 
-from fastpar.data.batches import to_device
 from fastpar.engine.absent import Hook
-from fastpar.engine.engine import Engine
+from fastpar.engine.engine import Engine, engine_of
 from fastpar.kernels import op
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.base import EngineOptimizer, Row
 
-_MOST_SHAPES = 4
 _CHECKED = 3  # the step that runs under the capture check
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -95,84 +84,10 @@ class HookCheck:
             for hooks in (getattr(owner, a, None) or {} for a in (*_OF_MODULES, *_OF_TENSORS)):
                 if not all(isinstance(h, Hook) and any(map(h.is_of, mine)) for h in hooks.values()):
                     raise ValueError(
-                        "train: expected no hooks with cuda_graphs, got one of "
-                        f"'{name or type(owner).__name__}', which a replay would not call; remove "
-                        "it, or drop --cuda-graphs"
+                        f"StepGraph: expected no hooks, got one of '{name or type(owner).__name__}'"
+                        ", which a replay would not call; remove it, or train without CUDA graphs"
                     )
         self._known = found
-
-
-class MicroBatchGraphs:
-    """Calls compute(*inputs), which runs forward and backward of model and returns the loss.
-
-    Each shape of the inputs is captured at its first call, and replayed from then on.
-
-    Args:
-        compute: takes tensors, numbers (passed as fp32 tensors) and None.
-        engine: the model's engine; settings/rules.py refuses unsupported settings.
-    Raises:
-        ValueError: no GPU, or hooks that are not the engine's.
-    """
-
-    def __init__(self, compute: Callable[..., Tensor], model: nn.Module, engine: Engine) -> None:
-        check_device(engine.mesh.device)
-        self._compute, self._model, self._engine = compute, model, engine
-        self._shapes: dict[tuple, _Graphs] = {}
-        self._pool: Any = None
-        self._hooks = HookCheck(model, engine)
-
-    def __call__(self, *inputs: Tensor | float | None) -> Tensor:
-        """The loss, valid until the next call."""
-        self._hooks.refuse()
-        key = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in inputs)
-        if key not in self._shapes and len(self._shapes) >= _MOST_SHAPES:
-            raise ValueError(
-                f"train: expected at most {_MOST_SHAPES} shapes of micro-batches with cuda_graphs, "
-                f"got one more: {key}; pad them to one shape, or drop --cuda-graphs"
-            )
-        if key not in self._shapes:
-            self._shapes[key] = _Graphs(inputs, self._engine.mesh.device)
-        graphs = self._shapes[key]
-        for place, value in zip(graphs.inputs, inputs):
-            if place is not None and value is not None:
-                place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
-
-        def replay(adds: bool) -> list[nn.Parameter]:
-            if adds not in graphs.captured:
-                graphs.captured[adds] = self._capture(graphs, adds)
-            run, fired = graphs.captured[adds]
-            run()
-            return fired
-
-        run_replay(self._engine, replay)
-        return graphs.loss
-
-    def _capture(self, graphs: _Graphs, adds: bool) -> tuple[Callable[[], None], list]:
-        fired: list[nn.Parameter] = []
-
-        def region(adds: bool | None = adds) -> None:
-            with recording(self._engine, adds=adds) as found:
-                graphs.loss.copy_(self._compute(*graphs.inputs))
-            fired[:] = found
-
-        def warm_up() -> None:
-            region(None)
-            known = [*self._model.parameters(), *self._model.buffers(), graphs.loss]
-            with CaptureCheck([*known, *(x for x in graphs.inputs if x is not None)]):
-                region(None)
-
-        graph = capture(region, warm_up, self._pool)
-        self._pool = graph.pool()
-        return graph.replay, fired
-
-
-class _Graphs:
-    """The graphs of one shape, with their input and output tensors."""
-
-    def __init__(self, inputs: tuple, device: torch.device) -> None:
-        self.inputs = [None if x is None else place_of(x, device) for x in inputs]
-        self.loss = torch.empty((), device=device, dtype=torch.float32)
-        self.captured: dict[bool, tuple[Callable[[], None], list]] = {}
 
 
 def place_of(x: Tensor | float, device: torch.device) -> Tensor:
@@ -187,23 +102,15 @@ def has_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def check_device(device: torch.device) -> None:
-    """Raise ValueError if the device has no CUDA graphs."""
-    if not has_graphs(device):
-        raise ValueError(
-            f"train: expected a GPU with cuda_graphs, got device={device}; drop --cuda-graphs"
-        )
-
-
-def capture(region: Callable[[], None], warm_up: Callable[[], None], pool: Any) -> Any:
-    """Capture region as a torch.cuda.CUDAGraph, with its memory in pool (None: a new pool)."""
+def capture(region: Callable[[], None], warm_up: Callable[[], None]) -> Any:
+    """Capture region as a torch.cuda.CUDAGraph, with memory of its own."""
     here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
     aside.wait_stream(here)
     with torch.cuda.stream(aside):
         warm_up()
     here.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         region()
     return graph
 
@@ -259,64 +166,83 @@ def recording(engine: Engine, *, adds: bool | None) -> Iterator[list[nn.Paramete
             p.grad = grad
 
 
-def run_replay(engine: Engine, replay: Callable[[bool], Collection[nn.Parameter]]) -> None:
-    """Run replay, with the engine's bookkeeping of a forward and backward. Ranks: all.
-
-    Args:
-        replay: takes whether to add to existing gradients; returns the parameters that received
-            one.
-    """
-    if engine.gathers is not None:
-        engine.gathers.replay_forward()
-    engine.begin_backward()
-    for bucket in engine.buckets:
-        bucket.open_grad()
-    adds = any(bucket.has for bucket in engine.buckets)
-    fired = replay(adds)
-    for p in fired:
-        bucket, position = engine.shards.places[p]
-        if adds and position not in bucket.has:
-            raise RuntimeError(
-                "run_replay: expected gradients of all parameters or of none, got none of "
-                f"'{bucket.name(position)}' but of others; zero all of them between steps"
-            )
-        if not bucket.stage.shards:
-            bucket.adopt(position)
-        bucket.taken(position)
-    engine.end_backward()
-
-
-def why_micro_batches(model: nn.Module, engine: Engine, optimizer: EngineOptimizer) -> str:
-    """Why only micro-batches can be captured and not the whole step; "" if the step can."""
+def why_none(model: nn.Module, engine: Engine, optimizer: Any) -> str:
+    """Why no graph can hold a step; "" if one can. See [Note: one rank]."""
+    if not has_graphs(engine.mesh.device):
+        return f"{engine.mesh.device} has no CUDA graphs"
     if getattr(model, "experts", None) is not None:
         return "the counts of experts are exchanged in each step"
     if engine.mesh.world_size > 1:
         return "the host starts collectives"
     if engine.settings.deterministic:
         return "the host sums micro-batches in a tree"
+    if engine.gathers is not None:
+        return "forward waits for the host's step"
     if type(optimizer) is not AdamW:
         return f"{type(optimizer).__name__} reads its numbers on the host"
     return ""
 
 
-def captured(
-    compute: Callable[..., Tensor],
-    model: nn.Module,
-    engine: Engine,
-    optimizer: EngineOptimizer,
-    requested: bool | None,
-) -> tuple[Callable[..., Tensor], StepGraph | None, str]:
-    """(function that computes a micro-batch, graph of whole steps, description of the capture or
-    "").
+def graphed(
+    loss_of: Callable[..., Tensor], model: nn.Module, optimizer: EngineOptimizer
+) -> GraphedStep:
+    """A function that runs whole training steps, as one CUDA graph where that is possible.
 
-    requested: whether to capture; None: whole steps, if possible.
+        step = fastpar.graphed(lambda x, y: model(x, y), model, optimizer)
+        for x, y in loader:
+            loss = step(x, y)
+
+    Args:
+        loss_of: computes the loss, a tensor [], from the tensors of a micro-batch. All that changes
+            from step to step is one of them, a dropout key too.
+        model: as fastpar.parallelize returned it.
+        optimizer: of its parameters. Only fastpar.AdamW's steps are captured.
+    Returns:
+        step(x, y, ...), or step((x, y, ...), (x, y, ...)) for several micro-batches: forward,
+        backward, update and zero_grad. It returns the mean loss, fp64 [], valid until the next
+        step. `step.why` says why steps run without a graph; "" if they are replayed from the fourth
+        one on. A graph reads learning rates in fp32: where that is not exact its weights differ
+        from those of plain steps by roundings.
+    Ranks: each for its model; with several ranks there is no graph.
     """
-    why = why_micro_batches(model, engine, optimizer)
-    if not requested and (requested is False or why or not has_graphs(engine.mesh.device)):
-        return compute, None, ""
-    if why:
-        return MicroBatchGraphs(compute, model, engine), None, f"per micro-batch, because {why}"
-    return compute, StepGraph(compute, model, engine, optimizer), "of the whole step"
+    return GraphedStep(loss_of, model, optimizer)
+
+
+class GraphedStep:
+    """See graphed()."""
+
+    def __init__(
+        self, loss_of: Callable[..., Tensor], model: nn.Module, optimizer: EngineOptimizer
+    ) -> None:
+        engine = engine_of(model)
+        self._loss_of, self._optimizer, self._parts = loss_of, optimizer, 1
+        self.why = why_none(model, engine, optimizer)
+        self._graph = None if self.why else StepGraph(self._compute, model, engine, optimizer)
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        """Run a step."""
+        batches = [inputs] if isinstance(inputs[0], Tensor) else list(inputs)
+        self._parts = len(batches)
+        if self._graph is not None:
+            self.why = self._graph.why_not(batches, None)
+            if not self.why:
+                loss = self._graph.run()
+                self._optimizer.zero_grad()
+                return loss
+            self._graph = None
+            warnings.warn(
+                f"graphed: steps run without a CUDA graph from now on: {self.why}", stacklevel=2
+            )
+        loss = torch.stack([self._compute(*batch, None).double() for batch in batches]).sum()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss
+
+    def _compute(self, *inputs: Any) -> Tensor:
+        """Forward and backward of a micro-batch; returns its share of the loss."""
+        loss = self._loss_of(*inputs[:-1]) / self._parts  # the last one: no loss scale
+        loss.backward()
+        return loss.detach()
 
 
 class StepGraph:
@@ -327,13 +253,13 @@ class StepGraph:
     Args:
         compute: takes the tensors of a micro-batch and the loss scale (tensor or None), runs
             forward and backward of model, and returns the loss.
-        engine: the model's engine; why_micro_batches() has to be "".
+        engine: the model's engine; why_none() has to be "".
     Attributes:
         loss: fp64 [], sum over the micro-batches of the last step.
         norm: fp32 [], norm of its gradients, if the optimizer measures it.
     Raises:
-        ValueError: no GPU; micro-batches of other shapes than in the first step; hooks that are not
-            the engine's.
+        ValueError: micro-batches of other shapes than in the first step; hooks that are not the
+            engine's.
         RuntimeError: a parameter without a gradient; a finding of the capture check.
     """
 
@@ -345,7 +271,6 @@ class StepGraph:
         optimizer: EngineOptimizer,
     ) -> None:
         self._device = device = engine.mesh.device
-        check_device(device)
         self._compute, self._model, self._engine = compute, model, engine
         self._optimizer, self._hooks = optimizer, HookCheck(model, engine)
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -388,7 +313,7 @@ class StepGraph:
                 self._region()
         else:
             if self._replay is None:
-                self._replay = capture(self._region, self._forwards, None).replay
+                self._replay = capture(self._region, self._forwards).replay
             self._replay()
         log.n_reductions += 1
         self._engine.report = log.timer.end_step()
@@ -403,9 +328,10 @@ class StepGraph:
         shapes, got = ([[x.shape for x in batch] for batch in b] for b in (self._batches, batches))
         if shapes != got or self._scaled != (scale is not None):
             raise ValueError(
-                "train: expected every step like the first one with cuda_graphs, got "
-                f"{len(got)} micro-batches of {[list(s) for s in got[0]]} after {len(shapes)} of "
-                f"{[list(s) for s in shapes[0]]}; pad them to one shape, or drop --cuda-graphs"
+                f"StepGraph: expected every step like the first one, got {len(got)} micro-batches "
+                f"of {[list(s) for s in got[0]]} after {len(shapes)} of "
+                f"{[list(s) for s in shapes[0]]}; pad them to one shape, or train without CUDA "
+                "graphs"
             )
         for places, batch in zip(self._batches, batches):
             for place, x in zip(places, batch):
@@ -413,8 +339,9 @@ class StepGraph:
         if scale is not None:
             self._scale.fill_(scale)
         lrs = [group["lr"] for group in self._optimizer.param_groups]
-        lrs_now = torch.tensor(lrs, dtype=torch.float32, device="cpu")
-        self._lrs.copy_(to_device(lrs_now, self._device))
+        now = torch.tensor(lrs, dtype=torch.float32, device="cpu")
+        on_gpu = self._device.type == "cuda"
+        self._lrs.copy_(now.pin_memory() if on_gpu else now, non_blocking=True)
 
     def _region(self) -> None:
         """The work of a step that the graph holds."""
