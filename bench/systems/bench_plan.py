@@ -15,6 +15,7 @@ import torch
 from bench.harness import Bench
 from bench.records import Row
 from fastpar.axes.step import Setup, Workload
+from fastpar.comm.mesh import gather_objects
 from fastpar.comm.ranks import Rank, Ranks, threads_per_rank
 from fastpar.kernels.loss.linear_cross_entropy import release_workspaces
 from fastpar.predict.measure import ShortRun, mesh_of, slowest
@@ -75,13 +76,15 @@ def title_of(workload: Workload, setup: Setup) -> str:
 def train(rank: Rank, workload: Workload, setup: Setup, seconds: float) -> tuple[list[float], int]:
     """On a rank: seconds of steps, and the peak of bytes in a further one."""
     release_workspaces()  # those of a larger model before
-    device = rank.mesh().device
+    device = rank.mesh.device
     run = ShortRun(workload, setup, mesh_of(setup, device))
     run.seconds(WARM_UP)
     rank.barrier()
     start = time.perf_counter()
     run.seconds(1)
-    count = rank.of_first(seconds / (time.perf_counter() - start))
+    count = seconds / (time.perf_counter() - start)
+    if rank.world_size > 1:
+        count = gather_objects(count)[0]
     times = run.seconds(max(FEWEST, min(MOST, int(count))))
     gc.collect()
     rank.barrier()

@@ -199,12 +199,15 @@ class Ranks(comm.Ranks):
         return self.call(_ask, method, args, timeout_s=timeout_s)
 
 
+_held: list[Any] = []  # in a rank's process
+
+
 def _build(rank: comm.Rank, target: str, args: tuple) -> None:
-    rank.kept["held"] = pkgutil.resolve_name(target)(*args)
+    _held.append(pkgutil.resolve_name(target)(*args))
 
 
 def _ask(rank: comm.Rank, method: str, args: tuple) -> Any:
-    return getattr(rank.kept["held"], method)(*args)
+    return getattr(_held[0], method)(*args)
 
 
 class Probe:

@@ -25,6 +25,7 @@ before the fork, so measurements of time or memory use fresh processes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import multiprocessing.connection
 import os
@@ -205,44 +206,30 @@ class Rank:
     """The process of a rank, as called functions see it.
 
     Attributes:
-        rank, world_size; kept: values that functions keep for later calls.
+        rank, world_size.
     """
 
     def __init__(self, pipe: Connection, device: str) -> None:
         self.rank, self.world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-        self.kept: dict[str, Any] = {}
         self._pipe, self._device = pipe, device
-        self._meshes: dict[tuple[int, int], Any] = {}
 
     def say(self, value: Any) -> None:
         """Send a value to the starter during a call."""
         self._pipe.send_bytes(pickle.dumps(("said", value)))
 
-    def mesh(self, tp: int = 1, cp: int = 1) -> Any:
-        """The Mesh with this tp and cp. Ranks: all."""
+    @functools.cached_property
+    def mesh(self) -> Any:
+        """The Mesh of all ranks along dp, made by the first one that asks. Ranks: all."""
         from fastpar.comm.mesh import Mesh
 
-        if (tp, cp) not in self._meshes:
-            device = "cpu" if self._device == "cpu" else None
-            self._meshes[tp, cp] = Mesh(tp=tp, cp=cp, device=device, timeout_s=TIMEOUT_S)
-        return self._meshes[tp, cp]
+        return Mesh(device="cpu" if self._device == "cpu" else None, timeout_s=TIMEOUT_S)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
         import torch.distributed as dist
 
-        if self.world_size > 1:
-            self.mesh()
+        if self.mesh.world_size > 1:
             dist.barrier()
-
-    def of_first(self, value: Any) -> Any:
-        """Rank 0's value, on every rank. Ranks: all."""
-        from fastpar.comm.mesh import gather_objects
-
-        if self.world_size == 1:
-            return value
-        self.mesh()
-        return gather_objects(value)[0]
 
 
 def serve() -> None:

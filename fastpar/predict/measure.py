@@ -140,7 +140,7 @@ def mesh_of(setup: Setup, device: torch.device | str) -> Mesh:
 
 def _turn(rank: Rank, workload: Workload, setup: Setup) -> list[float]:
     """Seconds of some steps on this rank."""
-    run = ShortRun(workload, setup, mesh_of(setup, rank.mesh().device))
+    run = ShortRun(workload, setup, mesh_of(setup, rank.mesh.device))
     run.seconds(WARM_UP)
     rank.barrier()
     times = run.seconds(STEPS)

@@ -189,7 +189,8 @@ def sample(
             say(f"the prompt has {len(ids)} tokens; the model reads only the last {size}")
         if not settings.num_samples:
             continue
-        idx = torch.tensor([ids] * settings.num_samples, device=model.wte.weight.device)
+        device = model.wte.weight.device
+        idx = torch.tensor([ids] * settings.num_samples, dtype=torch.int64, device=device)
         seeds = range(first, first + settings.num_samples)
         stream = generate(
             model,
