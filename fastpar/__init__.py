@@ -44,7 +44,7 @@ _PUBLIC = {
     "optim.adamw": ("AdamW",),
     "optim.graphs": ("graphed",),
     "optim.muon": ("Muon", "muon_groups"),
-    "optim.outer": ("Outer",),
+    "axes.replicas": ("Outer",),
     "optim.sharded": ("Sharded",),
     "settings.model": ("GPTConfig",),
     "settings.parallel": ("Offload", "Parallel", "Pipeline", "Precision", "Wires"),

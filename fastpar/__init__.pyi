@@ -4,6 +4,7 @@ from fastpar import kernels as kernels
 from fastpar import nn as nn
 from fastpar import sharding as sharding
 from fastpar._version import __version__ as __version__
+from fastpar.axes.replicas import Outer as Outer
 from fastpar.checkpoint.restore import load_checkpoint as load_checkpoint
 from fastpar.checkpoint.saver import Saver as Saver
 from fastpar.checkpoint.saver import save_checkpoint as save_checkpoint
@@ -19,7 +20,6 @@ from fastpar.optim.adamw import AdamW as AdamW
 from fastpar.optim.graphs import graphed as graphed
 from fastpar.optim.muon import Muon as Muon
 from fastpar.optim.muon import muon_groups as muon_groups
-from fastpar.optim.outer import Outer as Outer
 from fastpar.optim.sharded import Sharded as Sharded
 from fastpar.settings.model import GPTConfig as GPTConfig
 from fastpar.settings.parallel import Offload as Offload

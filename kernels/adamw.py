@@ -334,6 +334,23 @@ def master_join(param: Tensor, remainder: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
+def values_of(p: Tensor, state: dict[str, Any]) -> Tensor:
+    """The fp32 values of a parameter, to be changed in place and passed to store_values()."""
+    if "master_remainder" in state:
+        return master_join(p, state["master_remainder"])
+    return state.get("master_weight", p)
+
+
+def store_values(p: Tensor, state: dict[str, Any], values: Tensor) -> None:
+    """Round the fp32 values into a 16-bit parameter, and keep the rest in its state."""
+    if "master_remainder" in state:
+        rounded, remainder = master_split(values)
+        p.copy_(rounded)
+        state["master_remainder"].copy_(remainder)
+    elif "master_weight" in state:
+        p.copy_(values if p.dtype == torch.float16 else round_to_bf16(values))
+
+
 def _server(p: Tensor, hyper_tensors: list[Tensor]) -> bool | None:
     """Whether CUDA's kernel serves tensors like p, or the CPU's; None: torch's."""
     if p.dtype in DTYPE_CODES and use_cuda("adamw_step_", p):

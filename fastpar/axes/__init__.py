@@ -272,3 +272,9 @@ def every() -> tuple[Axis, ...]:
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     own = [module.AXIS for module in modules if hasattr(module, "AXIS")]
     return tuple(sorted([*own, *_registered], key=lambda axis: axis.order))
+
+
+def engine_of_parameter(p: Tensor) -> Any:
+    """The engine of a parameter, None if it has none."""
+    link = getattr(p, "_fastpar_engine", None)
+    return None if link is None else link.target

@@ -33,6 +33,8 @@ from torch._C._dynamo import eval_frame
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
+from fastpar.axes import engine_of_parameter
+
 T = TypeVar("T")
 
 
@@ -210,12 +212,6 @@ def _share(x: Tensor, y: Any) -> bool:
 
 def _absent(tree: Any) -> Iterator[Absent]:
     return (x for x in _tensors(tree) if isinstance(x, Absent))
-
-
-def engine_of_parameter(p: Tensor) -> Any:
-    """The engine of a parameter, None if it has none."""
-    link = getattr(p, "_fastpar_engine", None)
-    return None if link is None else link.target
 
 
 def engines_of(params: Iterable[Tensor]) -> list[Any]:

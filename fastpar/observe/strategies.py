@@ -28,13 +28,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fastpar.axes.replicas import Outer
 from fastpar.comm.mesh import Mesh, gather_tensors
 from fastpar.engine.engine import engine_of
 from fastpar.engine.parallelize import parallelize
 from fastpar.engine.pipeline_step import pipeline_step
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.muon import Muon, muon_groups
-from fastpar.optim.outer import Outer
 from fastpar.settings.mesh import axes_of
 from fastpar.settings.options import OptimSettings
 from fastpar.settings.parallel import MeshSettings, Parallel

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fastpar.engine.engine import engine_of_parameter
+from fastpar.kernels.adamw import store_values, values_of
 from fastpar.optim.base import EngineOptimizer, Row, Rows, check_ranges, pair
 from fastpar.optim.state import (
     OF_WEIGHTS,
@@ -32,8 +33,6 @@ from fastpar.optim.state import (
     add_master,
     check_master_weights,
     new_step,
-    store_values,
-    values_of,
 )
 
 BATCH = 1 << 20  # elements

@@ -46,11 +46,12 @@ from torch import Tensor, nn
 from fastpar.axes.experts.mixture import Router
 from fastpar.comm.collectives import Collectives, Handle, started
 from fastpar.engine.engine import Engine, engine_of_parameter
+from fastpar.kernels.adamw import store_values, values_of
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS, orthogonalize
 from fastpar.nn.modules import is_conv1d
 from fastpar.optim.adamw import AdamW, capturing
 from fastpar.optim.base import Row, Rows, check_ranges
-from fastpar.optim.state import add_master, store_values, values_of, whole_shape
+from fastpar.optim.state import add_master, whole_shape
 from fastpar.sharding.layout import parameter_names
 
 # (parameter, whole matrix) -> (its result of the same shape, [R] numbers for every rank).

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from fastpar.engine.engine import engine_of_parameter
 from fastpar.files.tensor_file import DTYPES
+from fastpar.kernels.adamw import values_of
 from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.base import EngineOptimizer
 from fastpar.optim.muon import Muon, muon_groups
-from fastpar.optim.state import values_of
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.options import OptimSettings
 from fastpar.sharding.layout import parameter_names

@@ -58,6 +58,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.engine.engine import engine_of_parameter
+from fastpar.kernels.adamw import store_values, values_of
 from fastpar.optim.base import EngineOptimizer, Row, Rows
 from fastpar.optim.state import (
     COUNTS,
@@ -65,8 +66,6 @@ from fastpar.optim.state import (
     OF_WEIGHTS,
     add_master,
     check_master_weights,
-    store_values,
-    values_of,
     whole_shape,
 )
 

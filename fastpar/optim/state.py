@@ -12,8 +12,8 @@ Entries of one parameter's state, by the optimizer's options:
     master_remainder                      int16, the low half of the master of a bf16 parameter
     momentum_buffer, row_second_moment    of Muon; the second is whole on every rank
     average                               fp32, of the weights; AveragedWeights
-    outer_weight, outer_momentum          fp32, of the outer optimizer, and the error of its wire;
-    outer_error                           outer_steps, outer_members: counts; see outer.py
+    outer_weight, outer_momentum          fp32, of the outer optimizer; outer_steps: a count; see
+                                          axes/replicas.py
 
 With a sharded engine entries cover this rank's piece of the parameter, in one dimension; pieces
 begin at multiples of 256 elements. state_dict() joins the pieces (whole_entry) and
@@ -41,7 +41,6 @@ from fastpar.kernels.adamw import (
     master_join,
     master_split,
     new_moment,
-    round_to_bf16,
 )
 
 HALF = (torch.bfloat16, torch.float16)
@@ -190,8 +189,8 @@ def moment_names(amsgrad: bool) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if amsgrad else ("exp_avg", "exp_avg_sq")
 
 
-COUNTS = ("step", "outer_steps", "outer_members")
-OF_WEIGHTS = ("average", "outer_weight", "outer_momentum", "outer_error")
+COUNTS = ("step", "outer_steps")
+OF_WEIGHTS = ("average", "outer_weight", "outer_momentum")
 ENTRIES = (
     *moment_names(True),
     *(f"{name}_{part}" for name in moment_names(False) for part in ("codes", "scale")),
@@ -290,23 +289,6 @@ def add_master(
                 f"{caller}: {where} is not the rounding of its saved master_weight; load the "
                 "model's weights first"
             )
-
-
-def values_of(p: Tensor, state: dict[str, Any]) -> Tensor:
-    """The fp32 values of a parameter, to be changed in place and passed to store_values()."""
-    if "master_remainder" in state:
-        return master_join(p, state["master_remainder"])
-    return state.get("master_weight", p)
-
-
-def store_values(p: Tensor, state: dict[str, Any], values: Tensor) -> None:
-    """Round the fp32 values into a 16-bit parameter, and keep the rest in its state."""
-    if "master_remainder" in state:
-        rounded, remainder = master_split(values)
-        p.copy_(rounded)
-        state["master_remainder"].copy_(remainder)
-    elif "master_weight" in state:
-        p.copy_(values if p.dtype == torch.float16 else round_to_bf16(values))
 
 
 def _like(values: Tensor, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,13 +1,4 @@
-"""The start of a run: checkpoint, model, tokens; the folders and checkpoints of replicas.
-
-[Note: replicas] Each replica trains on its own ranks with its own samples, see [Note: sample order]
-in trainer.py. The first replica writes the run folder; replica N writes the same files to replica_N
-inside it.
-
-[Note: stopping replicas] Between synchronizations, replicas are at different steps. If one ended
-alone, the others would wait for it, and checkpoints of different steps do not belong together.
-Therefore all replicas stop, or save on request, after the next synchronization. Saves that are due
-by their step number are of the same step anyway.
+"""The start of a run: checkpoint, model, tokens.
 
 [Note: bf16 on a CPU] With AMX a CPU multiplies bf16 about three times as fast as fp32: GPT-2 124M
 at 1024 tokens took 1,742 ms a step in bf16 with fp32 masters, 4,626 ms in fp32 (two Intel cores,
@@ -21,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import socket
 import time
 import uuid
@@ -32,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastpar.axes.replicas import common_steps, folder_of
 from fastpar.axes.step import Setup
 from fastpar.checkpoint.reader import newest_checkpoint
 from fastpar.checkpoint.restore import load_weights
@@ -282,11 +273,6 @@ def reports_progress(mesh: Mesh) -> bool:
     return mesh.is_main and mesh.replica == 0
 
 
-def folder_of(run: str | Path, replica: int) -> Path:
-    """The folder of a replica: replica_N inside the run folder; the run folder for the first."""
-    return Path(run, f"replica_{replica}") if replica else Path(run)
-
-
 def checkpoint_of(config: TrainConfig, mesh: Mesh) -> Path | None:
     """The checkpoint to resume: this replica's, of the step that the first replica resumes.
 
@@ -295,7 +281,7 @@ def checkpoint_of(config: TrainConfig, mesh: Mesh) -> Path | None:
     if mesh.replicas == 1 or not config.run.resume:
         return find_checkpoint(config, mesh)
     run = Path(config.run.out or "")
-    own_folder, steps = folder_of(run, mesh.replica), _common_steps(run)
+    own_folder, steps = folder_of(run, mesh.replica), common_steps(run)
     if mesh.replica == 0:
         newest = find_checkpoint(config, mesh, steps)
     else:
@@ -311,19 +297,6 @@ def checkpoint_of(config: TrainConfig, mesh: Mesh) -> Path | None:
     return newest if step == first else checkpoint_folder(run, first) if first >= 0 else None
 
 
-def _common_steps(run: Path) -> set[int] | None:
-    """Steps for which all replicas of the last start have a checkpoint; None: no such step.
-
-    A killed replica may lack the newest one.
-    """
-    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-        last = json.loads((run / "config.json").read_text(encoding="utf-8"))["starts"][-1]
-        folders = [folder_of(run, i) for i in range(last["replicas"])]
-        steps_of_each = [set(map(step_of, list_checkpoints(folder))) for folder in folders]
-        return set.intersection(*steps_of_each) or None
-    return None
-
-
 def in_replica_folder(config: TrainConfig, mesh: Mesh, first: Path | None) -> TrainConfig:
     """The settings of this rank's replica, after the first replica has created its folder.
 
@@ -333,21 +306,3 @@ def in_replica_folder(config: TrainConfig, mesh: Mesh, first: Path | None) -> Tr
     """
     run = gather_objects(str(first), mesh.outer_group)[0]
     return config.in_folder(str(folder_of(run, mesh.replica)))
-
-
-def agree_on_requests(
-    mesh: Mesh, every: int | None, step: int, stop: int, save: bool
-) -> tuple[int, bool]:
-    """(reason to stop after this step or 0, whether to save); see [Note: stopping replicas].
-
-    Args:
-        every: steps between synchronizations of replicas.
-        stop, save: requests to this replica since the last one, the same on its ranks.
-    Ranks: all of all replicas, after each step.
-    """
-    if mesh.replicas == 1:
-        return stop, save
-    if every is None or step % every:
-        return 0, False
-    everyone = gather_objects((stop, save), mesh.outer_group)
-    return next((reason for reason, _ in everyone if reason), 0), any(save for _, save in everyone)

@@ -90,6 +90,7 @@ import torch.nn.functional as F
 
 from fastpar._version import __version__
 from fastpar.axes.pipeline import stage_layers
+from fastpar.axes.replicas import Outer, agree_on_requests
 from fastpar.axes.step import Setup
 from fastpar.checkpoint.manifest import STATE
 from fastpar.checkpoint.restore import load_checkpoint, naming_damaged_file, read_run_state
@@ -111,7 +112,6 @@ from fastpar.models.gpt import GPT, numbers_of, report_of, restore_scales, saved
 from fastpar.models.hf import load_hf
 from fastpar.models.set_up import set_up
 from fastpar.optim.graphs import StepGraph, why_none
-from fastpar.optim.outer import Outer
 from fastpar.optim.schedule import AveragedWeights, DynamicLossScale, forget_average, set_lr
 from fastpar.predict.run import check_host_activations, check_ranks
 from fastpar.settings.config import TrainConfig
@@ -379,7 +379,7 @@ class Trainer:
             if self.saves.requested:
                 requested = self._read(0) or requested
             every, save_requested = config.optim.outer_every, self.saves.requested
-            stop, save = start.agree_on_requests(self.mesh, every, step, requested, save_requested)
+            stop, save = agree_on_requests(self.mesh, every, step, requested, save_requested)
             if compares:
                 with self._on_all_ranks():
                     self.engine.check_replicas(self.optimizer, step=step)
