@@ -122,13 +122,6 @@ Code code_of(const Memory& codes) {
   return type == Type::i8 ? Code::int8 : type == Type::e4m3 ? Code::e4m3 : Code::e5m2;
 }
 
-// error [n], float32 or bfloat16, or None.
-Dtype error_dtype(const Memory& error) { return error ? error.dtype("error") : Dtype::float32; }
-
-void* error_of(const Memory& error, int64_t n) {
-  return error ? error.of(error_dtype(error), n, "error") : nullptr;
-}
-
 using Offsets = std::vector<int64_t>;
 using Tensors = std::vector<Memory>;
 
@@ -158,12 +151,12 @@ void bind_bucket(py::module_& m) {
       unlocked);
   m.def(
       "quantize_blockwise",
-      [](const Memory& x, const Memory& error, const Memory& codes, const Memory& scales,
-         int64_t block, int bits, std::optional<uint64_t> seed, uint64_t first_index, int threads) {
+      [](const Memory& x, const Memory& codes, const Memory& scales, int64_t block,
+         std::optional<uint64_t> seed, uint64_t first_index, int threads) {
         const Dtype dtype = x.dtype("x");
-        quantize_blockwise(x.of(dtype, x.numel, "x"), dtype, error_of(error, x.numel),
-                           error_dtype(error), blocks_of(codes, Type::i8, scales, block, x.numel),
-                           bits, x.numel, seed ? &*seed : nullptr, first_index, threads);
+        quantize_blockwise(x.of(dtype, x.numel, "x"), dtype,
+                           blocks_of(codes, Type::i8, scales, block, x.numel), x.numel,
+                           seed ? &*seed : nullptr, first_index, threads);
       },
       unlocked);
   m.def(
@@ -178,13 +171,11 @@ void bind_bucket(py::module_& m) {
 #if FASTPAR_CUDA
   m.def(
       "quantize_blockwise_cuda",
-      [](const Memory& x, const Memory& error, const Memory& codes, const Memory& scales,
-         int64_t block, int bits, std::optional<uint64_t> seed, uint64_t first_index,
-         Address stream) {
+      [](const Memory& x, const Memory& codes, const Memory& scales, int64_t block,
+         std::optional<uint64_t> seed, uint64_t first_index, Address stream) {
         const Dtype dtype = x.dtype("x");
-        quantize_blockwise_cuda(x.of(dtype, x.numel, "x"), dtype, error_of(error, x.numel),
-                                error_dtype(error),
-                                blocks_of(codes, Type::i8, scales, block, x.numel), bits, x.numel,
+        quantize_blockwise_cuda(x.of(dtype, x.numel, "x"), dtype,
+                                blocks_of(codes, Type::i8, scales, block, x.numel), x.numel,
                                 seed ? &*seed : nullptr, first_index, at<void>(stream));
       },
       unlocked);

@@ -261,13 +261,10 @@ struct QuantizeBlocks {
   int64_t block;
 };
 
-// to = blocks of x[n] + error[n], whole numbers of 8 bits, or of 4 in a byte each; error (float32
-// or bfloat16, or null) then holds what the codes lost, except in blocks with an inf or nan. error
-// == x: to = blocks of x[n], which then holds what the codes lost, 0 in blocks with an inf or nan.
-// seed null: to nearest even; else stochastic with the random bits of (*seed, first_index + i).
-void quantize_blockwise(const void* x, Dtype x_dtype, void* error, Dtype error_dtype,
-                        const QuantizeBlocks& to, int bits, int64_t n, const uint64_t* seed,
-                        uint64_t first_index, int threads);
+// to = blocks of x[n], whole numbers of 8 bits. seed null: to nearest even; else stochastic with
+// the random bits of (*seed, first_index + i).
+void quantize_blockwise(const void* x, Dtype x_dtype, const QuantizeBlocks& to, int64_t n,
+                        const uint64_t* seed, uint64_t first_index, int threads);
 
 // out[n] = code * scale.
 void dequantize_blockwise(const QuantizeBlocks& from, Code code, void* out, Dtype out_dtype,

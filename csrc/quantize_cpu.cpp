@@ -10,29 +10,18 @@ namespace {
 constexpr int64_t kChunk = kMaxQuantizeBlock;  // 16 KiB of floats: stay in the first cache
 constexpr int64_t kChunksOfThread = 8;         // fewest that are worth a thread
 
-struct Nothing {};  // no error feedback
-
-// v[n] = x (+ error)
-template <class X, class E>
+template <class X>
 struct Load {
-  static FASTPAR_INLINE void run(const X* __restrict x, const E* __restrict error,
-                                 float* __restrict v, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) {
-      if constexpr (std::is_same_v<E, Nothing>) {
-        v[i] = to_float(x[i]);
-      } else {
-        v[i] = to_float(x[i]) + to_float(error[i]);
-      }
-    }
-    (void)error;
+  static FASTPAR_INLINE void run(const X* __restrict x, float* __restrict v, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) v[i] = to_float(x[i]);
   }
 };
 
 template <bool seeded>
 struct Encode {
   static FASTPAR_INLINE void run(const float* __restrict v, uint8_t* __restrict codes,
-                                 float* __restrict scales, int64_t n, int64_t block, float top,
-                                 uint64_t key, uint64_t index) {
+                                 float* __restrict scales, int64_t n, int64_t block, uint64_t key,
+                                 uint64_t index) {
     for (int64_t first = 0; first < n; first += block) {
       const int64_t size = std::min(block, n - first);
       const float* in = v + first;
@@ -41,7 +30,7 @@ struct Encode {
       for (int64_t i = 0; i < size; ++i) {
         largest = std::max(largest, static_cast<int32_t>(magnitude_bits(in[i])));
       }
-      const float scale = block_scale(static_cast<uint32_t>(largest), top);
+      const float scale = block_scale(static_cast<uint32_t>(largest));
       const float inverse = block_inverse(scale);
       scales[first / block] = scale;
       if (inverse == 0.0f) {
@@ -50,27 +39,7 @@ struct Encode {
       }
       const uint64_t at = index + static_cast<uint64_t>(first);
       for (int64_t i = 0; i < size; ++i) {
-        out[i] = encode<seeded>(in[i], inverse, top, key, at + static_cast<uint64_t>(i));
-      }
-    }
-  }
-};
-
-// error = what v lost; that of a block with an inf or nan stays as it was, or is 0.
-template <class E>
-struct Feedback {
-  static FASTPAR_INLINE void run(const float* __restrict v, const uint8_t* __restrict codes,
-                                 const float* __restrict scales, E* __restrict error, int64_t n,
-                                 int64_t block, bool keep) {
-    for (int64_t first = 0; first < n; first += block) {
-      const float scale = scales[first / block];
-      const int64_t last = std::min(n, first + block);
-      if (magnitude_bits(scale) >= 0x7f800000u) {
-        if (!keep) std::fill(error + first, error + last, from_float<E>(0.0f));
-        continue;
-      }
-      for (int64_t i = first; i < last; ++i) {
-        error[i] = from_float<E>(v[i] - Int8::decode(codes[i]) * scale);
+        out[i] = encode<seeded>(in[i], inverse, key, at + static_cast<uint64_t>(i));
       }
     }
   }
@@ -88,9 +57,9 @@ struct Decode {
   }
 };
 
-template <class X, class E>
-void quantize_all(const X* x, E* error, const QuantizeBlocks& to, float top, int64_t n,
-                  const uint64_t* seed, uint64_t first_index, int threads) {
+template <class X>
+void quantize_all(const X* x, const QuantizeBlocks& to, int64_t n, const uint64_t* seed,
+                  uint64_t first_index, int threads) {
   const Isa target = isa();
   const uint64_t key = seed ? random_key(*seed, 0, 0) : 0;
   const int64_t chunks = (n + kChunk - 1) / kChunk;
@@ -103,48 +72,26 @@ void quantize_all(const X* x, E* error, const QuantizeBlocks& to, float top, int
     uint8_t* codes = static_cast<uint8_t*>(to.codes) + start;
     float* scales = to.scales + start / to.block;
     float v[kChunk];
-    E* lost = error ? error + start : nullptr;
-    const bool in_place = static_cast<const void*>(error) == static_cast<const void*>(x);
     const float* in = v;
-    if constexpr (std::is_same_v<X, float> && std::is_same_v<E, Nothing>) {
+    if constexpr (std::is_same_v<X, float>) {
       in = x + start;
-    } else if (in_place) {
-      dispatch<Load<X, Nothing>>(target, x + start, static_cast<const Nothing*>(nullptr),
-                                 static_cast<float*>(v), size);
     } else {
-      dispatch<Load<X, E>>(target, x + start, static_cast<const E*>(lost), static_cast<float*>(v),
-                           size);
+      dispatch<Load<X>>(target, x + start, static_cast<float*>(v), size);
     }
     if (seed) {
-      dispatch<Encode<true>>(target, in, codes, scales, size, to.block, top, key, index);
+      dispatch<Encode<true>>(target, in, codes, scales, size, to.block, key, index);
     } else {
-      dispatch<Encode<false>>(target, in, codes, scales, size, to.block, top, key, index);
-    }
-    if constexpr (!std::is_same_v<E, Nothing>) {
-      dispatch<Feedback<E>>(target, in, static_cast<const uint8_t*>(codes),
-                            static_cast<const float*>(scales), lost, size, to.block, !in_place);
+      dispatch<Encode<false>>(target, in, codes, scales, size, to.block, key, index);
     }
   }
 }
 
 }  // namespace
 
-void quantize_blockwise(const void* x, Dtype x_dtype, void* error, Dtype error_dtype,
-                        const QuantizeBlocks& to, int bits, int64_t n, const uint64_t* seed,
-                        uint64_t first_index, int threads) {
-  const float top = largest_code(bits);
+void quantize_blockwise(const void* x, Dtype x_dtype, const QuantizeBlocks& to, int64_t n,
+                        const uint64_t* seed, uint64_t first_index, int threads) {
   with_dtype(x_dtype, [&](auto x_tag) {
-    using X = decltype(x_tag);
-    const X* in = static_cast<const X*>(x);
-    if (!error) {
-      quantize_all<X, Nothing>(in, nullptr, to, top, n, seed, first_index, threads);
-    } else if (error_dtype == Dtype::float32) {
-      quantize_all<X, float>(in, static_cast<float*>(error), to, top, n, seed, first_index,
-                             threads);
-    } else {
-      quantize_all<X, BFloat16>(in, static_cast<BFloat16*>(error), to, top, n, seed, first_index,
-                                threads);
-    }
+    quantize_all(static_cast<const decltype(x_tag)*>(x), to, n, seed, first_index, threads);
   });
 }
 

@@ -11,11 +11,9 @@ constexpr int kElements = 16;  // of a thread
 
 struct Source {
   const void* x;
-  void* error;
-  bool error_is_float, seeded, aligned;  // aligned: x, error and codes, to 16 bytes
+  bool seeded, aligned;  // aligned: x and codes, to 16 bytes
   int64_t n;
   uint64_t key, first_index;
-  float top;
 };
 
 // v = kElements elements from p on, 0 from `size` on.
@@ -69,21 +67,6 @@ __device__ FASTPAR_INLINE void store_all(T* p, int size, bool aligned, const flo
   }
 }
 
-// v = x (+ error) from element `start` on.
-template <class X>
-__device__ FASTPAR_INLINE void load_sum(const Source& from, int64_t start, int size, float* v) {
-  load_all(static_cast<const X*>(from.x) + start, size, from.aligned, v);
-  if (!from.error || from.error == from.x) return;
-  float error[kElements];
-  if (from.error_is_float) {
-    load_all(static_cast<const float*>(from.error) + start, size, from.aligned, error);
-  } else {
-    load_all(static_cast<const BFloat16*>(from.error) + start, size, from.aligned, error);
-  }
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) v[i] += error[i];
-}
-
 template <class X, bool seeded>
 __global__ void __launch_bounds__(kThreads, 2)
     quantize_kernel(const Source from, const QuantizeBlocks to) {
@@ -101,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   uint32_t largest = 0;
   for (int round = 0; round < rounds; ++round) {
     const int64_t start = own + int64_t(round) * lanes * kElements;
-    load_sum<X>(from, start, size_at(start), v);
+    load_all(static_cast<const X*>(from.x) + start, size_at(start), from.aligned, v);
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
       const uint32_t bits = magnitude_bits(v[i]);
@@ -112,23 +95,20 @@ __global__ void __launch_bounds__(kThreads, 2)
     const uint32_t other = __shfl_xor_sync(0xffffffffu, largest, step);
     largest = other > largest ? other : largest;
   }
-  const float scale = block_scale(largest, from.top);
+  const float scale = block_scale(largest);
   const float inverse = block_inverse(scale);
-  const bool finite = largest < 0x7f800000u;
   if (thread % lanes == 0 && size_at(own) > 0) to.scales[block] = scale;
   for (int round = 0; round < rounds; ++round) {
     const int64_t start = own + int64_t(round) * lanes * kElements;
     const int size = size_at(start);
-    if (rounds > 1) load_sum<X>(from, start, size, v);
+    if (rounds > 1) load_all(static_cast<const X*>(from.x) + start, size, from.aligned, v);
     Words16 codes;
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
       const uint64_t index = from.first_index + static_cast<uint64_t>(start + i);
-      const uint32_t code =
-          inverse != 0.0f ? encode<seeded>(v[i], inverse, from.top, from.key, index) : 0u;
+      const uint32_t code = inverse != 0.0f ? encode<seeded>(v[i], inverse, from.key, index) : 0u;
       uint32_t& word = codes.word[i / 4];
       word = i % 4 == 0 ? code : word | code << (8 * (i % 4));
-      v[i] -= Int8::decode(static_cast<uint8_t>(code)) * scale;
     }
     uint8_t* out = static_cast<uint8_t*>(to.codes) + start;
     if (size == kElements) {
@@ -138,14 +118,6 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int i = 0; i < kElements; ++i) {
         if (i < size) out[i] = static_cast<uint8_t>(codes.word[i / 4] >> (8 * (i % 4)));
       }
-    }
-    if (!from.error || (!finite && from.error != from.x)) continue;
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) v[i] = finite ? v[i] : 0.0f;
-    if (from.error_is_float) {
-      store_all(static_cast<float*>(from.error) + start, size, from.aligned, v);
-    } else {
-      store_all(static_cast<BFloat16*>(from.error) + start, size, from.aligned, v);
     }
   }
 }
@@ -191,18 +163,10 @@ void quantize_all(const Source& from, const QuantizeBlocks& to, Stream stream) {
 
 }  // namespace
 
-void quantize_blockwise_cuda(const void* x, Dtype x_dtype, void* error, Dtype error_dtype,
-                             const QuantizeBlocks& to, int bits, int64_t n, const uint64_t* seed,
-                             uint64_t first_index, Stream stream) {
-  const Source from = {x,
-                       error,
-                       error_dtype == Dtype::float32,
-                       seed != nullptr,
-                       aligned16(x) && aligned16(error),
-                       n,
-                       seed ? random_key(*seed, 0, 0) : 0,
-                       first_index,
-                       largest_code(bits)};
+void quantize_blockwise_cuda(const void* x, Dtype x_dtype, const QuantizeBlocks& to, int64_t n,
+                             const uint64_t* seed, uint64_t first_index, Stream stream) {
+  const uint64_t key = seed ? random_key(*seed, 0, 0) : 0;
+  const Source from = {x, seed != nullptr, aligned16(x), n, key, first_index};
   with_dtype(x_dtype, [&](auto x_tag) { quantize_all<decltype(x_tag)>(from, to, stream); });
 }
 

@@ -1,6 +1,6 @@
 // Blockwise codes, for host and device: scale, rounding and decoding, the same bits on both.
 //
-// A block of elements v shares scale = max|v| / top, and element v is the whole number of
+// A block of elements v shares scale = max|v| / kTop, and element v is the whole number of
 // v * (1 / scale): to nearest even, or seeded to one of its two neighbours, the upper one with the
 // probability of the distance from the lower one. 8-bit floats are decoded only.
 #pragma once
@@ -20,10 +20,7 @@ FASTPAR_HOST_DEVICE uint32_t stochastic_whole(float a, uint32_t random) {
   return static_cast<uint32_t>(whole) + (static_cast<int32_t>(random >> 1) < threshold ? 1u : 0u);
 }
 
-// Of whole numbers of so many bits, which are as far on both sides of 0.
-FASTPAR_HOST_DEVICE float largest_code(int bits) {
-  return static_cast<float>((1 << (bits - 1)) - 1);
-}
+constexpr float kTop = 127.0f;  // the largest code, as far from 0 as the least one
 
 // |x| < 2^22: a whole number, to nearest even.
 FASTPAR_HOST_DEVICE uint8_t nearest_code(float x) {
@@ -84,10 +81,10 @@ inline void with_code(Code code, Body body) {
 // with an inf or nan has the scale inf or nan (and codes 0), so that all of it decodes to nan. A
 // scale is no subnormal number, whose inverse could overflow, and its largest code decodes to no
 // infinity.
-FASTPAR_HOST_DEVICE float block_scale(uint32_t largest, float top) {
+FASTPAR_HOST_DEVICE float block_scale(uint32_t largest) {
   if (largest >= 0x7f800000u) return bit_cast<float>(largest > 0x7f800000u ? 0x7fc00000u : largest);
-  const float scale = bit_cast<float>(largest) / top;
-  if (scale * top > 0x1.fffffep127f) return bit_cast<float>(bit_cast<uint32_t>(scale) - 1u);
+  const float scale = bit_cast<float>(largest) / kTop;
+  if (scale * kTop > 0x1.fffffep127f) return bit_cast<float>(bit_cast<uint32_t>(scale) - 1u);
   return largest != 0 && scale < 0x1p-126f ? 0x1p-126f : scale;
 }
 
@@ -98,11 +95,10 @@ FASTPAR_HOST_DEVICE float block_inverse(float scale) {
 
 // The code of v in a finite block.
 template <bool seeded>
-FASTPAR_HOST_DEVICE uint8_t encode(float v, float inverse, float top, uint64_t key,
-                                   uint64_t index) {
+FASTPAR_HOST_DEVICE uint8_t encode(float v, float inverse, uint64_t key, uint64_t index) {
   const float x = v * inverse;
-  const float low = x < -top ? -top : x;
-  const float scaled = low > top ? top : low;
+  const float low = x < -kTop ? -kTop : x;
+  const float scaled = low > kTop ? kTop : low;
   return seeded ? stochastic_code(scaled, random_bits(key, index)) : nearest_code(scaled);
 }
 

@@ -1,20 +1,15 @@
-"""Blockwise codes of 8 or 4 bits for compressed collectives.
+"""Blockwise codes of 8 bits for compressed collectives.
 
-Each block of v = x (+ error) has scale = max|v| / q, q = 127 (7 for 4 bits), and an element becomes
-v * (1 / scale) rounded to the nearest integer, ties to even, or, unbiased, randomly to one of its
-two neighbours: the upper one with the probability of the distance from the lower one. The random
-bits depend only on (seed, index), so dividing x at multiples of the block changes nothing. With
-error feedback the buffer takes what the codes lost and adds it back in the next call: sums over
-calls are those of the inputs.
+Each block of x has scale = max|x| / 127, and an element becomes x * (1 / scale) rounded to the
+nearest integer, ties to even, or, unbiased, randomly to one of its two neighbours: the upper one
+with the probability of the distance from the lower one. The random bits depend only on (seed,
+index), so dividing x at multiples of the block changes nothing.
 
 Scales are at least 2^-126, except that of a block of zeros, which is 0. A block with an inf or nan
 has that scale and decodes to nan as a whole, so that an overflow is visible after the collective
-too; its error is unchanged, because such a step is skipped (in place it becomes 0).
-The bits are the same for any number of threads, instruction set and device (csrc/quantize_math.h).
-Source: Seide et al. 2014 (error feedback), Interspeech.
+too. The bits are the same for any number of threads, instruction set and device
+(csrc/quantize_math.h).
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +22,10 @@ _CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # accepted for de
 _MIN_BLOCK, _MAX_BLOCK = 16, 4096
 
 
-def _quantize_torch(
-    x: Tensor, error: Tensor | None, bits: int, block: int, seed: int | None
-) -> tuple[Tensor, Tensor]:
+_TOP = 127.0  # the largest code
+
+
+def _quantize_torch(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
     """The composed path, with rounding to nearest."""
     if seed is not None:
         raise RuntimeError(
@@ -37,41 +33,29 @@ def _quantize_torch(
             f"device={x.device} FASTPAR_BACKEND={backend.choice} seed={seed}; "
             f"{backend.way_to_cpp()}, or pass seed=None"
         )
-    n, largest = x.numel(), float(2 ** (bits - 1) - 1)
-    v = x.flatten().float()
-    if error is not None and error is not x:
-        v = v + error.flatten().float()
-    rows = torch.nn.functional.pad(v, (0, -n % block)).view(-1, block)
+    n = x.numel()
+    rows = torch.nn.functional.pad(x.flatten().float(), (0, -n % block)).view(-1, block)
     top = rows.abs().amax(1)  # nan stays
-    scales = top / largest
+    scales = top / _TOP
     below = scales.nextafter(torch.zeros_like(scales))
-    scales = torch.where((scales * largest).isinf() & scales.isfinite(), below, scales)
+    scales = torch.where((scales * _TOP).isinf() & scales.isfinite(), below, scales)
     scales = torch.where(top > 0, scales.clamp(min=2.0**-126), scales)
     usable = scales.isfinite() & (scales > 0)
     inverse = torch.where(usable, 1 / scales, torch.zeros_like(scales))
     scaled = torch.where(usable[:, None], rows * inverse[:, None], torch.zeros_like(rows))
-    codes = scaled.clamp(-largest, largest).round().to(torch.int8)
-    if error is not None:
-        lost = (rows - codes.float() * scales[:, None]).view(-1)[:n].view_as(error)
-        keep = (~scales.isfinite()).repeat_interleave(block)[:n].view_as(error)
-        kept = torch.zeros_like(error) if error is x else error
-        error.copy_(torch.where(keep, kept, lost.to(error.dtype)))
+    codes = scaled.clamp(-_TOP, _TOP).round().to(torch.int8)
     return codes.view(-1)[:n].view(x.shape), scales
 
 
-def _quantize(
-    x: Tensor, error: Tensor | None, bits: int, block: int, seed: int | None, first_index: int
-) -> tuple[Tensor, Tensor]:
+def _quantize(x: Tensor, block: int, seed: int | None, first_index: int) -> tuple[Tensor, Tensor]:
     cuda = use_cuda("quantize_blockwise", x)
     if not (cuda or use_cpp("quantize_blockwise", x)):
-        return _quantize_torch(x, error, bits, block, seed)
-    x = x.contiguous()  # error, which may be x, is contiguous already
+        return _quantize_torch(x, block, seed)
+    x = x.contiguous()
     codes, scales = _outputs(x, block)
     seed = None if seed is None else seed % 2**64
-    args = x, error, codes, scales, block, bits, seed, first_index
+    args = x, codes, scales, block, seed, first_index
     backend.run_compiled("quantize_blockwise", cuda, x, *args)
-    if error is not None and not error.is_inference():
-        torch.autograd.graph.increment_version(error)
     return codes, scales
 
 
@@ -93,21 +77,10 @@ def _dequantize(codes: Tensor, scales: Tensor, dtype: int, block: int) -> Tensor
     return out
 
 
-def _fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return _outputs(x, args[-3])
-
-
-_HOW = "int bits, int block, int? seed, int first_index) -> (Tensor, Tensor)"
 _quantize_op = define_op(
-    f"quantize_blockwise(Tensor x, {_HOW}", lambda x, *how: _quantize(x, None, *how), _fake
-)
-_feedback_op = define_op(
-    f"quantize_blockwise_feedback(Tensor x, Tensor(a!) error, {_HOW}", _quantize, _fake
-)
-_in_place_op = define_op(
-    f"quantize_blockwise_in_place(Tensor(a!) x, {_HOW}",
-    lambda x, *how: _quantize(x, x, *how),
-    _fake,
+    "quantize_blockwise(Tensor x, int block, int? seed, int first_index) -> (Tensor, Tensor)",
+    _quantize,
+    lambda x, block, *_: _outputs(x, block),
 )
 _dequantize_op = define_op(
     "dequantize_blockwise(Tensor codes, Tensor scales, int dtype, int block) -> Tensor",
@@ -126,34 +99,28 @@ def _check_block(op: str, block: int) -> None:
 
 @torch.no_grad()
 def quantize_blockwise(
-    x: Tensor, *, bits: int = 8, block: int = 256, seed: int | None = None, first_index: int = 0,
-    error: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes of x in 8 or 4 bits, with one fp32 scale per block of consecutive elements.
+    x: Tensor, *, block: int = 256, seed: int | None = None, first_index: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Codes of x in 8 bits, with one fp32 scale per block of consecutive elements.
 
     Args:
         x: fp32 | bf16 | fp16, any shape; blocks go through x.flatten(), the last may be shorter.
-        bits: 8, or 4: codes from -7 to 7, which pack_int4 puts two in a byte.
         block: elements that share a scale, a power of two from 16 to 4096.
         seed: None rounds to nearest even; a number from 0 to 2^64 - 1 rounds stochastically with
             the random bits of (seed, first_index + i). Use another seed for each step and rank.
         first_index: index of x's first element in the array that contains x.
-        error: shape of x, fp32 | bf16, contiguous: added to x, then set to what the codes lost. If
-            it is x itself (fp32 or bf16), x becomes what the codes lost of it.
     Returns:
         codes: [shape of x] int8, and scales: [ceil(x.numel() / block)] fp32.
     Raises:
-        ValueError: other bits, block, seed or first_index; an error that does not fit x.
+        ValueError: other block, seed or first_index.
         RuntimeError: seed with FASTPAR_BACKEND=torch.
-    Traffic: bytes of x (and twice of error) read and written, 1 + 4 / block bytes per element.
+    Traffic: bytes of x read, 1 + 4 / block bytes written per element.
     Deterministic: yes, bitwise, for any threads, device, instruction set and cut at whole blocks.
     Oracle: fastpar.kernels.reference.quantize_blockwise_ref
     """
     op = "quantize_blockwise"
     if x.dtype not in DTYPE_CODES:
         raise ValueError(f"{op}: expected fp32, bf16 or fp16, got x={x.dtype}; cast it")
-    if bits not in (8, 4):
-        raise ValueError(f"{op}: expected bits=8 or 4, got bits={bits}; leave it out")
     _check_block(op, block)
     if seed is not None and not 0 <= seed < 2**64:
         raise ValueError(f"{op}: expected 0 <= seed < 2**64, got seed={seed}; reduce it")
@@ -164,31 +131,7 @@ def quantize_blockwise(
         )
     if seed is not None and seed >= 2**63:
         seed -= 2**64  # the op's integers are signed
-    if error is None:
-        return _quantize_op(x, bits, block, seed, first_index)
-    fits = error.shape == x.shape and error.device == x.device and error.is_contiguous()
-    if not fits or error.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"{op}: expected a contiguous fp32 or bf16 error of shape {list(x.shape)} on "
-            f"{x.device}, got error={list(error.shape)} {error.dtype} stride={error.stride()} on "
-            f"{error.device}; make it with torch.zeros"
-        )
-    if error is x:
-        return _in_place_op(x, bits, block, seed, first_index)
-    return _feedback_op(x, error, bits, block, seed, first_index)
-
-
-def pack_int4(codes: Tensor) -> Tensor:
-    """[n / 2] uint8: two of quantize_blockwise's codes of 4 bits in each byte; n is even."""
-    pairs = codes.view(torch.int16)
-    return ((pairs & 15) | (pairs >> 4 & 240)).to(torch.uint8)
-
-
-def unpack_int4(packed: Tensor) -> Tensor:
-    """[2 * n] int8: the codes passed to pack_int4."""
-    pairs = packed.to(torch.int16)
-    codes = ((pairs & 15) | (pairs << 4 & 3840)).view(torch.int8)
-    return (codes ^ 8).sub_(8)  # the sign
+    return _quantize_op(x, block, seed, first_index)
 
 
 @torch.no_grad()

@@ -418,13 +418,12 @@ def _random_bits_ref(seed: int, index: Tensor) -> Tensor:
 
 
 def quantize_blockwise_ref(
-    x: Tensor, *, bits: int = 8, block: int = 256, seed: int | None = None, first_index: int = 0,
-    error: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes and scales of an fp32 x, block by block; updates error."""
-    largest = torch.tensor(2.0 ** (bits - 1) - 1, dtype=torch.float32, device="cpu")
+    x: Tensor, *, block: int = 256, seed: int | None = None, first_index: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of an fp32 x, block by block."""
+    largest = torch.tensor(127.0, dtype=torch.float32, device="cpu")
     codes, scales = torch.zeros(x.numel(), dtype=torch.int8, device="cpu"), []
-    flat = x.flatten() if error is None else x.flatten() + error.flatten().float()
+    flat = x.flatten()
     for start in range(0, x.numel(), block):
         v = flat[start : start + block]
         top = v.abs().max()
@@ -436,7 +435,6 @@ def quantize_blockwise_ref(
         scales.append(scale)
         if not torch.isfinite(scale):
             continue
-        values = torch.zeros_like(v)
         if scale > 0:
             scaled = (v * (1 / scale)).clamp(-largest, largest)
             if seed is None:
@@ -448,9 +446,6 @@ def quantize_blockwise_ref(
                 up = (_random_bits_ref(seed, index) >> 1) < part
                 code = ((low + up) * scaled.sign()).to(torch.int8)
             codes[start : start + block] = code
-            values = code.float() * scale
-        if error is not None:
-            error.view(-1)[start : start + block] = (v - values).to(error.dtype)
     result = torch.stack(scales) if scales else x.new_empty(0)
     return codes.view(x.shape), result
 

@@ -16,8 +16,8 @@ grouped_linear: beside F.linear expert by expert and one dense product of as man
 orthogonalize: fastpar divides by an exact norm. torch's function rounds to bf16 on every device;
     "eager" is the same products in the dtype of fastpar's.
 permute: index_add of equal indices has no promised order on a GPU; "eager" is what others use.
-quantize: "eager" is the same arithmetic in plain torch: rounded to nearest, at random with torch's
-    own random numbers ("seeded"), and with what was lost added to the next ("error feedback").
+quantize: "eager" is the same arithmetic in plain torch: rounded to nearest, or at random with
+    torch's own random numbers ("seeded").
 """
 
 import functools
@@ -462,18 +462,16 @@ def shards_case(numel: int, dtype: torch.dtype, device: str, world_size: int = 4
 
 # Blockwise codes
 
-FEEDBACK = "error feedback"
-FORMS = {"int8": (8, 256), "int4": (4, 128), "float8_e4m3fn": (8, 256)}  # bits, block
+BLOCK = 256  # elements that share a scale
 
 
 def quantize(bench: Bench) -> Iterator[Case]:
-    """Codes of a gradient bucket in 8 and 4 bits, and back; back from 8-bit floats too."""
+    """Codes of a gradient bucket in 8 bits, and back; back from 8-bit floats too."""
     kernels.keep_freed_memory()  # as training does: else page faults of 100 MB are what is timed
     n = 256 * (100 if bench.quick else 100_000)  # a bucket of 100 MB
-    for form in ("int8", "int4"):
-        for way in ("", "seeded", FEEDBACK):
-            yield quantize_case(n, form, way, bench.device)
-    for form in FORMS:
+    for way in ("", "seeded"):
+        yield quantize_case(n, way, bench.device)
+    for form in ("int8", "float8_e4m3fn"):
         yield dequantize_case(n, form, bench.device)
 
 
@@ -481,64 +479,50 @@ def by_scale(codes: Tensor, scales: Tensor) -> Tensor:
     return (codes.view(len(scales), -1).float() * scales[:, None]).view(codes.shape)
 
 
-def quantize_case(n: int, form: str, way: str, device: str) -> Case:
-    bits, block = FORMS[form]
-
+def quantize_case(n: int, way: str, device: str) -> Case:
     def make_inputs(generator: torch.Generator, small: bool) -> tuple[Tensor, ...]:
-        x, error = drawn([torch.Size([16 * block if small else n])] * 2, WIDE, device, generator)
-        return x, error * 1e-3
+        return tuple(drawn([torch.Size([16 * BLOCK if small else n])], WIDE, device, generator))
 
-    def eager(x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-        v = x + error if way == FEEDBACK else x
-        blocks = v.view(-1, block)
-        scales = blocks.abs().amax(1) / float(2 ** (bits - 1) - 1)
+    def eager(x: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = x.view(-1, BLOCK)
+        scales = blocks.abs().amax(1) / 127.0
         codes = blocks / scales[:, None]
         codes = (codes + torch.rand_like(codes)).floor() if way else codes.round()
-        codes = codes.to(torch.int8).view(x.shape)
-        if way == FEEDBACK:
-            error.copy_(v - by_scale(codes, scales))
-        return codes, scales
+        return codes.to(torch.int8).view(x.shape), scales
 
-    def own(x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-        seed, kept = 1 if way else None, error if way == FEEDBACK else None
-        return kernels.quantize_blockwise(x, bits=bits, block=block, seed=seed, error=kept)
+    def own(x: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.quantize_blockwise(x, block=BLOCK, seed=1 if way else None)
 
     def check(variant: str) -> None:
         """The values of the codes are within one level of x (half a level to nearest)."""
         if not variant.startswith("fastpar"):
             return
         generator = torch.Generator(device).manual_seed(5)
-        (x,) = drawn([torch.Size([64 * block])], WIDE, device, generator)
-        error = torch.zeros_like(x)
-        codes, scales = own(x, error)
-        values, share = by_scale(codes, scales), 1.0 if way else 0.5
+        (x,) = drawn([torch.Size([64 * BLOCK])], WIDE, device, generator)
+        codes, scales = own(x)
+        share = 1.0 if way else 0.5
         # A tie may be off by the rounding of x / scale.
-        bound = scales.repeat_interleave(block) * (share + 64 * torch.finfo(WIDE).eps)
-        off = (values - x).abs()
+        bound = scales.repeat_interleave(BLOCK) * (share + 64 * torch.finfo(WIDE).eps)
+        off = (by_scale(codes, scales) - x).abs()
         assert (off <= bound).all(), f"codes: expected errors within {share} level, got {off.max()}"
-        if way == FEEDBACK:
-            torch.testing.assert_close(values + error, x, rtol=0, atol=16 * torch.finfo(WIDE).eps)
 
-    name = f"quantize {form} {short(n)}{f', {way}' if way else ''}"
-    moved = {"call": n * ((13 if way == FEEDBACK else 5) + 4 / block)}
-    how: dict[str, Any] = {"bytes_moved": moved, "check": check, **CALL}
+    name = f"quantize int8 {short(n)}{f', {way}' if way else ''}"
+    how: dict[str, Any] = {"bytes_moved": {"call": n * (5 + 4 / BLOCK)}, "check": check, **CALL}
     return Case(name, make_inputs, {"eager": eager, "fastpar": own}, None, WIDE, **how)
 
 
 def dequantize_case(n: int, form: str, device: str) -> Case:
-    bits, block = FORMS[form]
-
     def make_inputs(generator: torch.Generator, small: bool) -> tuple[Tensor, ...]:
-        (x,) = drawn([torch.Size([16 * block if small else n])], WIDE, device, generator)
-        codes, scales = kernels.quantize_blockwise(x, bits=bits, block=block)
+        (x,) = drawn([torch.Size([16 * BLOCK if small else n])], WIDE, device, generator)
+        codes, scales = kernels.quantize_blockwise(x, block=BLOCK)
         return (x * 64).to(torch.float8_e4m3fn) if form[0] == "f" else codes, scales
 
     own, oracle = (
-        functools.partial(op, block=block)
+        functools.partial(op, block=BLOCK)
         for op in (kernels.dequantize_blockwise, reference.dequantize_blockwise_ref)
     )
     variants: dict[str, Any] = {"eager": by_scale, "fastpar": own}
-    how: dict[str, Any] = {"bytes_moved": {"call": n * (5 + 4 / block)}, **CALL}
+    how: dict[str, Any] = {"bytes_moved": {"call": n * (5 + 4 / BLOCK)}, **CALL}
     return Case(f"dequantize {form} {short(n)}", make_inputs, variants, oracle, WIDE, **how)
 
 

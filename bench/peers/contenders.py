@@ -53,8 +53,6 @@ VARIANTS: dict[str, Variant] = {
         "DeepSpeed ZeRO-3", deepspeed=dict.fromkeys(ZERO_PP, True)
     ),
     f"{PP}, 2 rows": Variant(PP, {"schedule": "1f1b"}, micro_rows=2),
-    f"{PP}, zb-v": Variant(PP, {"schedule": "zb-v"}),
-    f"{PP}, zb-v, 2 rows": Variant(PP, {"schedule": "zb-v"}, micro_rows=2),
     **{
         f"fastpar{stage}, {wire}{', whole sequences' * (not split)}": (
             Variant(TP + stage, {"transport": transport, "sequence_parallel": split})

@@ -12,9 +12,8 @@ gloo and over shared memory.
 
 pp: two ranks, eight sequences: the mini preset, and 12 layers of 384. Pipelines take a sequence as
 a micro-batch; one process, dp=2 and tp=2 compute all rows of a rank at once. Then GPT-2 124M behind
-a link, at several numbers of tokens a step: pp=2 by 1F1B and by zb-v, which has both ends of the
-tied table on one rank, in micro-batches of one and two sequences, dp=2 and tp=2, over gloo. dp
-sends the same bytes a step however many tokens it has.
+a link, at several numbers of tokens a step: pp=2 by 1F1B, in micro-batches of one and two
+sequences, dp=2 and tp=2, over gloo. dp sends the same bytes a step however many tokens it has.
 
 cp: two ranks, two sequences of 4096 tokens, 2 layers of 256: cp=2 by both methods, tp=2 with
 sequence parallelism, and dp=2, which has a sequence on each rank and, unlike the others, cannot
@@ -122,8 +121,7 @@ def pp(quick: bool) -> Iterator[Case]:
         config = replace(QUICK if quick else GPT2, block_size=length)
         size = "quick" if quick else "GPT-2 124M"
         title = f"{size} T={length} B={rows}, 2 ranks, {MBIT} Mbit/s"
-        of_two = [f"{PP}, 2 rows"] * (rows >= 4), [f"{PP}, zb-v, 2 rows"] * (rows >= 4)
-        names = [PP, *of_two[0], f"{PP}, zb-v", *of_two[1], TP]
+        names = [PP, *[f"{PP}, 2 rows"] * (rows >= 4), TP]
         rounds = 1 if quick or rows > 8 else 2
         alone = [(name,) for name in names]
         yield Case(title, config, "fastpar ZeRO-0", alone, rounds, rows=rows, mbit=MBIT)

@@ -67,7 +67,7 @@ LAYOUTS: tuple[Layout, ...] = (
     *((ranks, {"zero_stage": stage}) for ranks in (2, 4, 8) for stage in (0, 1, 2, 3)),
     *((4, {"zero_stage": stage, "shard_size": 2}) for stage in (2, 3)),
     *((2, {"zero_stage": stage, "accumulate": "full"}) for stage in (2, 3)),
-    *((2, {"pp": 2, "schedule": s}) for s in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")),
+    *((2, {"pp": 2, "schedule": s}) for s in ("gpipe", "1f1b", "interleaved")),
     *((4, {"pp": 2, "zero_stage": stage}) for stage in (1, 2, 3)),
     *((4, {"pp": 4}), (8, {"pp": 4, "zero_stage": 1})),
     (2, {"zero_stage": 2, "offload": "optimizer"}),

@@ -117,15 +117,9 @@ Tensor recorded(const Tensor& x, const Maybe& bias, int64_t kind) {
 }  // namespace fastpar::nodes
 
 TORCH_LIBRARY_FRAGMENT(fastpar, m) {
-  m.def("activation(Tensor x, Tensor? bias, int kind) -> Tensor");
-  m.def("activation_bwd(Tensor dy, Tensor x, Tensor? bias, int kind) -> (Tensor, Tensor)");
-}
-TORCH_LIBRARY_IMPL(fastpar, CPU, m) {
-  m.impl("activation", &fastpar::nodes::activation::forward);
-  m.impl("activation_bwd", &fastpar::nodes::activation::backward);
-}
-TORCH_LIBRARY_IMPL(fastpar, Autograd, m) {
-  m.impl("activation", &fastpar::nodes::activation::recorded);
-  m.impl("activation_bwd",
-         torch::CppFunction::makeFromBoxedFunction<&fastpar::nodes::record_refusal>());
+  using namespace fastpar::nodes;
+  define(m, "activation(Tensor x, Tensor? bias, int kind) -> Tensor", &activation::forward,
+         &activation::recorded);
+  define(m, "activation_bwd(Tensor dy, Tensor x, Tensor? bias, int kind) -> (Tensor, Tensor)",
+         &activation::backward);
 }

@@ -255,18 +255,13 @@ Two recorded(const Tensor& q_at, const Maybe& k_at, const Maybe& v_at, HOW_ARGUM
   "bool causal, float? scale, Tensor? key=None, SymInt site_head=0, int threshold=0, " \
   "Tensor? cu_seqlens=None, Tensor? bits=None, SymInt? first_row=None)"
 TORCH_LIBRARY_FRAGMENT(fastpar, m) {
-  m.def("attention(Tensor q, Tensor? k, Tensor? v, " HOW " -> (Tensor, Tensor)");
-  m.def("attention_bwd(Tensor do, Tensor q, Tensor? k, Tensor? v, Tensor? o, Tensor stats, " HOW
-        " -> (Tensor, Tensor, Tensor)");
-}
-TORCH_LIBRARY_IMPL(fastpar, CPU, m) {
-  m.impl("attention", &fastpar::nodes::flash::forward);
-  m.impl("attention_bwd", &fastpar::nodes::flash::backward);
-}
-TORCH_LIBRARY_IMPL(fastpar, Autograd, m) {
-  m.impl("attention", &fastpar::nodes::flash::recorded);
-  m.impl("attention_bwd",
-         torch::CppFunction::makeFromBoxedFunction<&fastpar::nodes::record_refusal>());
+  using namespace fastpar::nodes;
+  define(m, "attention(Tensor q, Tensor? k, Tensor? v, " HOW " -> (Tensor, Tensor)",
+         &flash::forward, &flash::recorded);
+  define(m,
+         "attention_bwd(Tensor do, Tensor q, Tensor? k, Tensor? v, Tensor? o, Tensor stats, " HOW
+         " -> (Tensor, Tensor, Tensor)",
+         &flash::backward);
 }
 #undef HOW
 #undef HOW_TYPES

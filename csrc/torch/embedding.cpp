@@ -160,19 +160,14 @@ Tensor recorded(const Tensor& idx, const Tensor& wte, const Maybe& wpe, c10::Sym
 }  // namespace fastpar::nodes
 
 TORCH_LIBRARY_FRAGMENT(fastpar, m) {
-  m.def(
-      "embedding(Tensor idx, Tensor wte, Tensor? wpe, SymInt first_position, Tensor? key=None, "
-      "SymInt site=0, int threshold=0) -> Tensor");
-  m.def(
+  using namespace fastpar::nodes;
+  define(m,
+         "embedding(Tensor idx, Tensor wte, Tensor? wpe, SymInt first_position, Tensor? key=None, "
+         "SymInt site=0, int threshold=0) -> Tensor",
+         &lookup::forward, &lookup::recorded);
+  define(
+      m,
       "embedding_bwd(Tensor dx, Tensor idx, SymInt rows, SymInt positions, SymInt first_position, "
-      "Tensor? key=None, SymInt site=0, int threshold=0) -> (Tensor, Tensor)");
-}
-TORCH_LIBRARY_IMPL(fastpar, CPU, m) {
-  m.impl("embedding", &fastpar::nodes::lookup::forward);
-  m.impl("embedding_bwd", &fastpar::nodes::lookup::backward);
-}
-TORCH_LIBRARY_IMPL(fastpar, Autograd, m) {
-  m.impl("embedding", &fastpar::nodes::lookup::recorded);
-  m.impl("embedding_bwd",
-         torch::CppFunction::makeFromBoxedFunction<&fastpar::nodes::record_refusal>());
+      "Tensor? key=None, SymInt site=0, int threshold=0) -> (Tensor, Tensor)",
+      &lookup::backward);
 }

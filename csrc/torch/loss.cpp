@@ -400,29 +400,21 @@ Four linear_recorded(const Tensor& x, const Tensor& weight, const Tensor& target
 }  // namespace fastpar::nodes
 
 TORCH_LIBRARY_FRAGMENT(fastpar, m) {
-  m.def(
-      "cross_entropy(Tensor logits, Tensor targets, SymInt? vocab_size, int ignore_index, "
-      "str reduction, float label_smoothing, float z_loss, float softcap, bool need_grad)"
-      " -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, SymInt? vocab_size, "
-      "int ignore_index, str reduction, float label_smoothing, float z_loss, float softcap, "
-      "SymInt chunk_rows, bool need_dx, bool need_dweight) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor targets, "
-      "SymInt? vocab_size, int ignore_index, float label_smoothing, float z_loss, "
-      "float softcap, SymInt chunk_rows, bool need_dx, bool need_dweight) -> (Tensor, Tensor)");
-}
-TORCH_LIBRARY_IMPL(fastpar, CPU, m) {
-  m.impl("cross_entropy", &fastpar::nodes::loss::forward);
-  m.impl("linear_cross_entropy", &fastpar::nodes::loss::linear_forward);
-  m.impl("linear_cross_entropy_bwd", &fastpar::nodes::loss::linear_backward);
-}
-TORCH_LIBRARY_IMPL(fastpar, Autograd, m) {
-  m.impl("cross_entropy", &fastpar::nodes::loss::recorded);
-  m.impl("linear_cross_entropy", &fastpar::nodes::loss::linear_recorded);
-  m.impl("cross_entropy_bwd",
-         torch::CppFunction::makeFromBoxedFunction<&fastpar::nodes::record_refusal>());
-  m.impl("linear_cross_entropy_bwd",
-         torch::CppFunction::makeFromBoxedFunction<&fastpar::nodes::record_refusal>());
+  using namespace fastpar::nodes;
+  define(m,
+         "cross_entropy(Tensor logits, Tensor targets, SymInt? vocab_size, int ignore_index, "
+         "str reduction, float label_smoothing, float z_loss, float softcap, bool need_grad)"
+         " -> (Tensor, Tensor, Tensor)",
+         &loss::forward, &loss::recorded);
+  define(m,
+         "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, SymInt? vocab_size, "
+         "int ignore_index, str reduction, float label_smoothing, float z_loss, float softcap, "
+         "SymInt chunk_rows, bool need_dx, bool need_dweight) -> (Tensor, Tensor, Tensor, Tensor)",
+         &loss::linear_forward, &loss::linear_recorded);
+  define(m,
+         "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor targets, "
+         "SymInt? vocab_size, int ignore_index, float label_smoothing, float z_loss, "
+         "float softcap, SymInt chunk_rows, bool need_dx, bool need_dweight) -> (Tensor, Tensor)",
+         &loss::linear_backward);
+  m.impl("cross_entropy_bwd", refusal());
 }

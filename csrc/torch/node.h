@@ -64,9 +64,6 @@ decltype(auto) python(const Op& op, Args&&... args) {
   return op.redispatch(kPython, std::forward<Args>(args)...);
 }
 
-// Calls of CUDA tensors run their Python functions again: recipes.cpp.
-void forget_recipes();
-
 // Whether Python serves CPU tensors as well: FASTPAR_BACKEND=triton, in Triton's interpreter.
 bool python_serves();
 
@@ -155,6 +152,28 @@ inline bool are_floats(const Tensor& x, int64_t count) {
 
 // The autograd kernel of every op of a backward.
 void record_refusal(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+inline torch::CppFunction refusal() {
+  return torch::dispatch(c10::DispatchKey::Autograd,
+                         torch::CppFunction::makeFromBoxedFunction<&record_refusal>());
+}
+
+// The kernel of every op for CUDA tensors: recipes.cpp.
+void serve_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+// Calls of CUDA tensors run their Python functions again.
+void forget_recipes();
+
+// An op by its schema: its kernel for CPU tensors, and what autograd does with it; without
+// `recorded` it is an op of a backward.
+template <class Kernel>
+void define(torch::Library& m, const char* schema, Kernel* kernel, Kernel* recorded = nullptr) {
+  using Key = c10::DispatchKey;
+  const std::string whole = schema, name = whole.substr(0, whole.find('('));
+  m.def(schema);
+  m.impl(name.c_str(), torch::dispatch(Key::CPU, kernel));
+  m.impl(name.c_str(),
+         torch::dispatch(Key::CUDA, torch::CppFunction::makeFromBoxedFunction<&serve_cuda>()));
+  m.impl(name.c_str(), recorded ? torch::dispatch(Key::Autograd, recorded) : refusal());
+}
 
 inline SavedVariable saved(const Maybe& x) {
   return has(x) ? SavedVariable(*x, false) : SavedVariable();

@@ -297,27 +297,21 @@ Three residual_recorded(const Tensor& x, const Tensor& residual, const Maybe& we
 #define MASK \
   ", Tensor? key=None, SymInt site=0, int threshold=0, SymInt? rows=None, SymInt[]? place=None)"
 TORCH_LIBRARY_FRAGMENT(fastpar, m) {
-  m.def(
-      "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool rms) -> (Tensor, "
-      "Tensor)");
-  m.def(
+  using namespace fastpar::nodes;
+  define(m,
+         "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool rms) -> (Tensor, "
+         "Tensor)",
+         &norm::forward, &norm::recorded);
+  define(
+      m,
       "residual_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, Tensor? x_bias,"
-      " float eps, bool rms" MASK " -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "layer_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor? weight, Tensor stats,"
-      " ScalarType x_dtype, ScalarType? bias_dtype, ScalarType? x_bias_dtype, bool rms" MASK
-      " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-}
-TORCH_LIBRARY_IMPL(fastpar, CPU, m) {
-  m.impl("layer_norm", &fastpar::nodes::norm::forward);
-  m.impl("residual_layer_norm", &fastpar::nodes::norm::residual_forward);
-  m.impl("layer_norm_bwd", &fastpar::nodes::norm::backward);
-}
-TORCH_LIBRARY_IMPL(fastpar, Autograd, m) {
-  m.impl("layer_norm", &fastpar::nodes::norm::recorded);
-  m.impl("residual_layer_norm", &fastpar::nodes::norm::residual_recorded);
-  m.impl("layer_norm_bwd",
-         torch::CppFunction::makeFromBoxedFunction<&fastpar::nodes::record_refusal>());
+      " float eps, bool rms" MASK " -> (Tensor, Tensor, Tensor)",
+      &norm::residual_forward, &norm::residual_recorded);
+  define(m,
+         "layer_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor? weight, Tensor stats,"
+         " ScalarType x_dtype, ScalarType? bias_dtype, ScalarType? x_bias_dtype, bool rms" MASK
+         " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+         &norm::backward);
 }
 #undef MASK
 #undef MASK_TYPES

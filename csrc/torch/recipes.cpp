@@ -4,13 +4,12 @@
 // [Note: recipes] On a GPU an op is a Python function: it checks, allocates, chooses tiles and
 // launches Triton kernels, which takes longer than a small op. All of that depends on the kind of
 // the call only: on the op, the context of the driver, every number, and of every tensor dtype,
-// sizes, strides, whether its address is a multiple of 16 and where it lies in memory that it
-// shares with another argument. So the second call of a kind runs under a recorder (shapes that
-// never come back cost no recorder). Its recipe is what was allocated and what was launched: for
-// each parameter of a kernel a number, or a distance from an argument's address or from new
-// memory. A later call allocates and launches that, on the current stream, without Python and its
-// lock. An address is never kept, a number is always part of the kind: the key of a dropout is a
-// tensor.
+// sizes, strides, the address modulo 16 and where it lies in memory that it shares with another
+// argument. So the second call of a kind runs under a recorder (shapes that never come back cost no
+// recorder). Its recipe is what was allocated and what was launched: for each parameter of a kernel
+// a number, or a distance from an argument's address or from new memory. A later call allocates and
+// launches that, on the current stream, without Python and its lock. An address is never kept, a
+// number is always part of the kind: the key of a dropout is a tensor.
 //
 // A call has no recipe, and stays in Python, if it did anything else: ran an op of torch that
 // computes, wrote or returned memory that is neither new nor an argument, launched what
@@ -196,7 +195,8 @@ class Call {
              (tensors_.empty() || x.device() == device());
     if (!usual_) return;
     const auto address = reinterpret_cast<uintptr_t>(x.numel() ? address_of(x) : nullptr);
-    put(address % 16 == 0 ? 't' : 'm', x.scalar_type());
+    put('m', static_cast<char>(address % 16));  // whole: also that of a place within x follows
+    put('t', x.scalar_type());
     put('r', x.dim());
     for (const int64_t size : x.sizes()) put('z', size);
     for (const int64_t stride : x.strides()) put('y', stride);
@@ -444,7 +444,6 @@ void repeat(const Recipe& recipe, const Call& call, const c10::OperatorHandle& o
   }
 }
 
-// The op's kernel for CUDA tensors.
 void serve(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto by_python = [&] { op.redispatchBoxed(kPython, stack); };
   if (recorder != nullptr) recorder->refuse(name_of(op));
@@ -535,6 +534,10 @@ void note_launch(int64_t function, at::IntArrayRef grid, int64_t threads, int64_
 
 }  // namespace recipes
 
+void serve_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  recipes::serve(op, stack);
+}
+
 void forget_recipes() {
   const std::unique_lock locked(recipes::table().lock);
   recipes::table().entries.clear();
@@ -557,12 +560,4 @@ TORCH_LIBRARY_FRAGMENT(fastpar, m) {
   m.def("_watch_launches(bool on) -> ()", [](bool on) { recipes::watched = on; });
   m.def("_forget_recipes() -> ()", &forget_recipes);
   m.def("_recipes() -> str[]", &recipes::describe);
-}
-TORCH_LIBRARY_IMPL(fastpar, CUDA, m) {
-  for (const char* op :
-       {"activation", "activation_bwd", "attention", "attention_bwd", "cross_entropy", "embedding",
-        "embedding_bwd", "layer_norm", "layer_norm_bwd", "linear_cross_entropy",
-        "linear_cross_entropy_bwd", "residual_layer_norm", "rope", "rope_bwd"}) {
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&fastpar::nodes::recipes::serve>());
-  }
 }

@@ -206,18 +206,13 @@ Three recorded(const Tensor& qkv, const Maybe& turns, const Maybe& q_weight, con
 }  // namespace fastpar::nodes
 
 TORCH_LIBRARY_FRAGMENT(fastpar, m) {
-  m.def(
-      "rope(Tensor qkv, Tensor? turns, Tensor? q_weight, Tensor? k_weight, bool norm, float eps)"
-      " -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "rope_bwd(Tensor dq, Tensor dk, Tensor dv, Tensor? qkv, Tensor? turns, Tensor? q_weight,"
-      " Tensor? k_weight, bool norm, float eps) -> (Tensor, Tensor, Tensor)");
-}
-TORCH_LIBRARY_IMPL(fastpar, CPU, m) {
-  m.impl("rope", &fastpar::nodes::rope::forward);
-  m.impl("rope_bwd", &fastpar::nodes::rope::backward);
-}
-TORCH_LIBRARY_IMPL(fastpar, Autograd, m) {
-  m.impl("rope", &fastpar::nodes::rope::recorded);
-  m.impl("rope_bwd", torch::CppFunction::makeFromBoxedFunction<&fastpar::nodes::record_refusal>());
+  using namespace fastpar::nodes;
+  define(m,
+         "rope(Tensor qkv, Tensor? turns, Tensor? q_weight, Tensor? k_weight, bool norm, float eps)"
+         " -> (Tensor, Tensor, Tensor)",
+         &rope::forward, &rope::recorded);
+  define(m,
+         "rope_bwd(Tensor dq, Tensor dk, Tensor dv, Tensor? qkv, Tensor? turns, Tensor? q_weight,"
+         " Tensor? k_weight, bool norm, float eps) -> (Tensor, Tensor, Tensor)",
+         &rope::backward);
 }

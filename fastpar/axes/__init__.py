@@ -234,10 +234,6 @@ class Axis:
             ValueError: a request that cannot be met.
         """
 
-    def relief(self, setup: Setup) -> Iterator[tuple[str, Setup]]:
-        """Flags that make a model fit that does not, with the resulting setup."""
-        yield from ()
-
 
 def layout_text(setup: Setup) -> str:
     """A layout as text: dp 4 x tp 2, ZeRO-3 in groups of 8."""

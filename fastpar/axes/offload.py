@@ -136,11 +136,6 @@ class Offloaded(Axis):
         each = setup.state_bytes + setup.weight_bytes + setup.grad_bytes
         return stepped_elements(workload, setup) * each
 
-    def relief(self, setup: Setup) -> Iterator[tuple[str, Setup]]:
-        adamw = setup.change(optimizer="adamw")
-        if can_offload(adamw) and not can_offload(setup):
-            yield "--optimizer adamw with --offload", adamw
-
 
 AXIS = Offloaded()
 

@@ -43,7 +43,6 @@ from fastpar.engine.gradients import (
     StepPhase,
 )
 from fastpar.engine.shards import Shards
-from fastpar.kernels.linear.weight_gradients import current_queue
 from fastpar.kernels.op import in_transform
 
 
@@ -126,8 +125,7 @@ class Engine:
     @property
     def lends(self) -> bool:
         """Whether modules get the nodes' outputs."""
-        grads = torch.is_grad_enabled() and not in_transform()
-        return grads and not (self.shards.is_gathered or current_queue() is not None)
+        return torch.is_grad_enabled() and not (in_transform() or self.shards.is_gathered)
 
     def _lend_all(self, *args: Any) -> None:
         """Hook, without gathers: the model is called."""

@@ -375,8 +375,8 @@ class Places(NotCopied):
 
     @classmethod
     def offer(cls, engine: Any) -> None:
-        """Offer places for weights of LEAST_BYTES. A table on two pipeline stages gets none: the
-        halves of a split backward would not use it."""
+        """Offer places for weights of LEAST_BYTES. A table on two pipeline stages gets
+        none."""
         places, stages = cls(engine), engine.shards.stages
         tied = set() if stages is None else set(stages.tied)
         for bucket in () if engine.settings.deterministic else engine.buckets:

@@ -2,43 +2,29 @@
 
     F of micro-batch i:  receive the stream -> forward of a chunk's parts -> send the stream
     B of micro-batch i:  receive its gradient -> backward -> send the gradient of what was received
-    I, W:                B in two halves; W sends nothing
 
 Order: every schedule runs the backward passes of a stage in the order of the micro-batches, so that
-sums over them are those of one process. A message's tag is the receiving stage and its micro-batch;
-at the bottom of a V both stages are on one rank, and nothing is sent. Receives are posted one
-operation ahead. The gradient of the stream is sent as soon as autograd has it, before the backward
-and its reductions end: the first stage of a tied table waits for it while the last one waits for
-the first's part of the sum. No rank waits for a send.
-
-Two halves: the input's gradient is computed at once, the parameters' gradients later:
-
-    input_gradient()     autograd runs; gradients of parameters are set aside, and the engine is not
-                         involved; weights of linear layers wait (linear/weight_gradients.py)
-    weight_gradients()   the rest is computed, and everything goes into the buckets, as one
-                         backward of the engine
-
-So the engine gets all gradients of a micro-batch at once, in the order of the micro-batches.
+sums over them are those of one process. A message's tag is the receiving stage and its micro-batch.
+Receives are posted one operation ahead. The gradient of the stream is sent as soon as autograd has
+it, before the backward and its reductions end: the first stage of a tied table waits for it while
+the last one waits for the first's part of the sum. No rank waits for a send.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastpar.axes.pipeline.schedules import FINISHES, Kind, Op, Schedule, check_name, make_schedule
+from fastpar.axes.pipeline.schedules import Kind, Op, Schedule, check_name, make_schedule
 from fastpar.axes.pipeline.stages import Stages
 from fastpar.comm.collectives import Handle, started
 from fastpar.comm.recorder import BACKWARD, FORWARD
 from fastpar.comm.watchdog import in_place
 from fastpar.engine.engine import Engine, engine_of
-from fastpar.kernels.linear.weight_gradients import WeightGradients
 
 
 def pipeline_step(
@@ -61,8 +47,8 @@ def pipeline_step(
         model: went through parallelize().
         idx, targets: [B, T] of this dp rank, the same on all its ranks of pp, tp and cp.
         micro_batches: number of equal slices of B, which go through the stages one after another.
-        schedule: a schedule with the same placement of stages as parallelize()'s: "gpipe", "1f1b"
-            and "zb-h1" share one. Default: parallelize()'s.
+        schedule: a schedule with the same placement of stages as parallelize()'s: "gpipe" and
+            "1f1b" share one. Default: parallelize()'s.
         reduction: gradients of the "mean" of the micro-batches' mean losses, or of the "sum" of all
             tokens' losses (with engine.count_tokens).
         rng_keys: keys of dropout, one per micro-batch. Default: drawn from torch's generator on the
@@ -197,15 +183,12 @@ class PipelineStep:
         self.pairs = exact and drops
         self.loss = torch.zeros((), dtype=torch.float64, device=idx[0].device)
         self.held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        self.halves: dict[tuple[int, int], SplitBackward] = {}
-        self.kept: defaultdict[int, dict[Tensor, Tensor]] = defaultdict(dict)
         self.posted: dict[Op, tuple[Tensor, Handle]] = {}
-        self.here: dict[tuple[bool, int, int], Tensor] = {}  # between two stages of this rank
         self.sent: list[Handle] = []
 
     def run(self, ops: Sequence[Op]) -> Tensor:
         """Run the operations; returns the loss, on every stage."""
-        final = [op for op in ops if op.kind in FINISHES][-1:]
+        final = [op for op in ops if op.kind is Kind.BACKWARD][-1:]
         with contextlib.ExitStack() as hooks:
             for p in self._summed_each_time():
                 hooks.callback(p.register_hook(self._joined).remove)
@@ -225,16 +208,11 @@ class PipelineStep:
         """Run one operation."""
         if self.engine.gathers is not None:
             self.engine.gathers.part = op.chunk
-        if op.kind in FINISHES:
+        if op.kind is Kind.FORWARD:
+            self._forward(op, received)
+        else:
             self._begin(op, final=final)
-        match op.kind:
-            case Kind.FORWARD:
-                self._forward(op, received)
-            case Kind.WEIGHT_GRADIENT:
-                each = op.micro if self.engine.settings.deterministic else 0
-                self.halves.pop(op[1:]).weight_gradients(self.kept[each])
-            case _:
-                self._backward(op, received)
+            self._backward(op, received)
 
     def _begin(self, op: Op, *, final: bool) -> None:
         """Begin the micro-batch whose gradients come now, in the engine."""
@@ -254,20 +232,9 @@ class PipelineStep:
             stream.requires_grad_(torch.is_grad_enabled())
         last = stage == self.schedule.stages - 1
         targets = self.targets[micro] if last else None
-        waits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.schedule.splits_backward and torch.is_grad_enabled():
-            assert self.stages is not None  # schedules of one process split nothing
-            used = [p for p in self.stages.used[op.chunk] if p.requires_grad]
-            half = SplitBackward(self.engine, op.chunk, used)
-            self.halves[op[1:]], waits = half, half.forward()
-        with waits:
-            out = self.model(
-                self.idx[micro],
-                targets,
-                **self.options[micro],
-                reduction=self.reduction,
-                **given,
-            )
+        out = self.model(
+            self.idx[micro], targets, **self.options[micro], reduction=self.reduction, **given
+        )
         if last:
             part = out / len(self.idx) if self.reduction == "mean" else out
             self.loss += part.detach()
@@ -290,10 +257,7 @@ class PipelineStep:
             stream.register_post_accumulate_grad_hook(send)
         self._micro = op.micro
         self._scale_losses(op.micro)
-        if op.kind is Kind.BACKWARD:
-            torch.autograd.backward(out, grad)
-        else:
-            self.halves[op[1:]].input_gradient(out, grad)
+        torch.autograd.backward(out, grad)
 
     def _scale_losses(self, micro: int) -> None:
         """Set the scale of the experts' losses, which the backward of a loss would set."""
@@ -319,9 +283,6 @@ class PipelineStep:
     def receive(self, op: Op) -> Tensor | None:
         """Wait for the input of an operation; None: it needs no message."""
         stage = self.schedule.stage_of(self.rank, op.chunk)
-        found = self.here.pop((op.kind is Kind.FORWARD, stage, op.micro), None)
-        if found is not None and op.kind is not Kind.WEIGHT_GRADIENT:
-            return found
         self._post(op)
         if op not in self.posted:
             return None
@@ -333,15 +294,13 @@ class PipelineStep:
 
     def _post(self, op: Op | None) -> None:
         """Begin to receive the input of an operation, if it needs a message."""
-        if op is None or op in self.posted or op.kind is Kind.WEIGHT_GRADIENT:
+        if op is None or op in self.posted:
             return
         forward, stage = op.kind is Kind.FORWARD, self.schedule.stage_of(self.rank, op.chunk)
         before = stage - 1 if forward else stage + 1
         if not 0 <= before < self.schedule.stages:
             return
         by = self.schedule.owner(before)[0]
-        if by == self.rank:
-            return
         assert self.stages is not None
         x = self.model.new_stream(self.idx[op.micro])
         if not forward and self._has_pair(self.stages.parts[op.chunk].stop):
@@ -352,9 +311,6 @@ class PipelineStep:
 
     def _send(self, forward: bool, x: Tensor, stage: int, micro: int) -> None:
         to = self.schedule.owner(stage)[0]
-        if to == self.rank:
-            self.here[forward, stage, micro] = x
-            return
         assert self.stages is not None
         group, tag = self.stages.links[forward, to > self.rank], stage * len(self.idx) + micro
         handle = started(group.send(x.contiguous(), to, async_op=True, tag=tag))
@@ -378,100 +334,3 @@ class PipelineStep:
             return grad + other
         self.sent.append(started(pair.send(grad.contiguous(), 0, async_op=True, tag=self._micro)))
         return torch.zeros_like(grad)
-
-
-# A backward in two halves
-
-
-class SplitBackward:
-    """Backward in two halves, of one micro-batch and one chunk of a rank; see above.
-
-    Args:
-        params: trained parameters that the chunk uses.
-    """
-
-    def __init__(self, engine: Engine, chunk: int, params: Sequence[nn.Parameter]) -> None:
-        self._engine, self._chunk, self._params = engine, chunk, params
-        self._queue = WeightGradients(set(params))
-        self._aside: list[tuple[Tensor, Callable[[Tensor | None], Tensor]]] = []
-
-    def forward(self) -> contextlib.AbstractContextManager[None]:
-        """Context of the forward."""
-        return self._queue.collect()
-
-    def input_gradient(self, out: Tensor, grad: Tensor | None) -> None:
-        """Run autograd.backward of out without the delayed gradients. Ranks: all of dp."""
-        with self._alone(), self._set_aside():
-            torch.autograd.backward(out, grad)
-
-    @torch.no_grad()
-    def weight_gradients(self, kept: dict[Tensor, Tensor]) -> None:
-        """Compute the rest, as the engine's next backward. Ranks: all of dp.
-
-        Args:
-            kept: gradients of a table that another chunk uses too: the later chunk stores its own
-                here, the earlier one, whose backward comes second, adds it.
-        """
-        engine, shards = self._engine, self._engine.shards
-        if engine.gathers is not None:
-            engine.gathers.part = "weights"  # needs no parameters
-        engine.begin_backward()
-        parts: dict[Tensor, list[Callable[[Tensor | None], Tensor]]] = {}
-        for p, compute in itertools.chain(self._aside, self._queue.take()):
-            parts.setdefault(p, []).append(compute)
-        self._aside.clear()
-        # Bucket by bucket, so that no more of them are open than in an ordinary backward.
-        for p in sorted(parts, key=lambda p: shards.places[p][0].spec.index):  # type: ignore[index]
-            computes = parts.pop(p)  # frees what it keeps
-            bucket, position = shards.places[p]  # type: ignore[index]
-            mine = bucket.spec.part == self._chunk
-            grad = computes[0](None)
-            for compute in computes[1:]:
-                grad.add_(compute(None))
-            if p in kept:
-                grad = kept.pop(p).add_(grad)
-            if not mine:
-                kept[p] = grad
-            elif bucket.take(position, grad):
-                engine.reducer.launch_ready()
-        engine.end_backward()
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Gather parameters, with the engine's hooks off."""
-        engine, gathers = self._engine, self._engine.gathers
-        if gathers is not None:
-            gathers.part = self._chunk
-            gathers.begin("backward")
-        engine.paused = True
-        try:
-            yield
-        finally:
-            engine.paused = False
-        if gathers is not None:
-            gathers.end_backward()
-
-    @contextlib.contextmanager
-    def _set_aside(self) -> Iterator[None]:
-        """Collect gradients instead of leaving them in p.grad, which does not change."""
-
-        def store(p: Any) -> None:
-            if p.grad is not None:  # None for delayed gradients, which call this hook too
-                self._aside.append((p, _made(p.grad)))
-                p.grad = None
-
-        before = [(p, p.grad) for p in self._params]
-        hooks = [p.register_post_accumulate_grad_hook(store) for p in self._params]
-        for p in self._params:
-            p.grad = None
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for p, grad in before:
-                p.grad = grad
-
-
-def _made(grad: Tensor) -> Callable[[Tensor | None], Tensor]:
-    return lambda _: grad

@@ -1,7 +1,7 @@
 """The fused computations of transformers' Llama, Qwen3 and NanoChat; recognize.py finds them.
 
-They are recognised by their classes, whose code must be the library's own, and by the settings that
-a fused form depends on. Rotary positions come from the model (cos and sin), so every kind of them
+They are recognised by their classes, whose code must be the library's own. Settings are read in
+every call. Rotary positions come from the model (cos and sin), so every kind of them
 is right. A call with a mask, a filled cache or other arguments falls back (swap.py).
 """
 
@@ -46,7 +46,7 @@ class RMSNorm(Swapped):
 
     def fused_forward(self, given: dict[str, Any]) -> Tensor:
         x = given[self.argument_names[0]]
-        return rms_norm(x, getattr(self, "weight", None), self.option("eps"))
+        return rms_norm(x, getattr(self, "weight", None), eps_of(self) or 0.0)
 
 
 class MLP(Swapped):
@@ -92,9 +92,10 @@ class Attention(Swapped):
             return self.falls_back[0]
         dropped = self.training and self.attention_dropout
         fits = head_dim_fits(x, self.head_dim) and self.config._attn_implementation == "sdpa"
-        if dropped or not fits or x.element_size() > 4:
+        window = getattr(self, "sliding_window", None) is not None
+        if dropped or window or not fits or x.element_size() > 4:
             return self.falls_back[0]
-        return self.changed(x)
+        return self.changed()
 
     def fused_forward(self, given: dict[str, Any]) -> Any:
         x, (cos, sin) = given["hidden_states"], given["position_embeddings"]

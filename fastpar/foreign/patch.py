@@ -1,19 +1,29 @@
-"""fastpar.patch: swaps the layers of a foreign GPT-2 for fastpar's in place, and reports on it."""
+"""fastpar.patch: swaps the layers of a foreign GPT-2 for fastpar's in place, and reports on it.
+
+[Note: bound of a check] check=batch compares two runs that differ by roundings only. How far these
+reach depends on the model, so it is measured: the unpatched model runs once more with every
+weight moved by one rounding (eps of it, up or down), which moves every product by eps of it.
+Either run rounds what it computes from a weight at most R times, each time by eps / 2, so the two
+differ by at most 2 * R * eps / 2 = R * eps in each place where the moved weights differ by eps: the
+bound is R times what moving them changed. In 16 bits sums are fp32, and a product, its activation
+and what is added to it are rounded: R = 4. In fp32 and fp64 the sums themselves are rounded, of
+up to 2^16 terms in lanes or trees: R = 16.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fastpar.doctor.doctor import Calls, expect
 from fastpar.foreign import fused
-from fastpar.foreign.proof import features, on_the_cpu
-from fastpar.foreign.recognize import TORCH_CLASSES, Looks, plan, plan_losses
+from fastpar.foreign.recognize import TORCH_CLASSES, features, plan, plan_losses
 from fastpar.foreign.swap import Swap, restore, swap_in, swap_of, swapped_class
 from fastpar.nn import modules
 
@@ -40,7 +50,7 @@ class PatchReport:
         for kind, names in self.replaced.items():
             lines.append(f"  {len(names):>4} {kind}: {self.does[kind]}")
         if self.replaced and not (self.falls_back or self.already):
-            lines.append("attention, MLPs and blocks are replaced in models of GPT-2's shape only")
+            lines.append("attention, MLPs and blocks are replaced in models of known classes only")
         if self.left:
             lines.append("left unchanged:")
         for (kind, why), names in self.left.items():
@@ -61,7 +71,7 @@ class PatchReport:
         return "\n".join(lines)
 
 
-def patch(model: nn.Module, *, fused_loss: bool = False) -> PatchReport:
+def patch(model: nn.Module, *, fused_loss: bool = False, check: Any = None) -> PatchReport:
     """Swaps the layers of a GPT-2-class model for fastpar's, in place.
 
     Parameters, state_dict, hooks and class names are unchanged; the model can be trained, copied,
@@ -73,31 +83,108 @@ def patch(model: nn.Module, *, fused_loss: bool = False) -> PatchReport:
 
     Args:
         model: transformers' GPT2Model or GPT2LMHeadModel (4.45 or later; residual add and LayerNorm
-            are fused if a block returns a tensor, as in 5), a model of nanoGPT's shape, or any
-            module; in any module, parts that are exactly torch's LayerNorm, RMSNorm, GELU or
-            Embedding are swapped.
-        fused_loss: in training, compute the loss without logits, which are returned as None. For a
-            GPT2LMHeadModel called with labels, or a model with nanoGPT's
-            forward(idx, targets=None) called with targets.
+            are fused if a block returns a tensor, as in 5), its Llama, Qwen3 and NanoChat, a model
+            of nanoGPT's classes, or any module; in any module, parts that are exactly torch's
+            LayerNorm, RMSNorm, GELU or Embedding are swapped.
+        fused_loss: in training, compute the loss without logits, which are returned as None. For
+            transformers' causal models called with labels, or nanoGPT's GPT called with targets.
+        check: a batch of the model: a dict of keywords, a tuple of arguments, or a tensor. The
+            model must give a loss for it: a number, .loss, or (..., loss). Its loss and gradients
+            are computed before and after, in the model's dtype and without dropout; if they differ
+            by more than roundings ([Note: bound of a check]), the patch is undone. It takes the
+            time of three steps, and memory for three copies of the gradients and one of the
+            weights. p.grad and the generators stay as they are.
     Returns:
         What was replaced, what was left and why, which calls fall back, and a running count of
         them; print it.
     Raises:
-        ValueError: model is not a module, or is split along tp; fused_loss with any other model,
-            or with a model that computes another loss.
+        ValueError: model is not a module, or is split along tp; fused_loss with any other model;
+            check gives no loss, or other gradients than before.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"patch: expected a torch.nn.Module, got model={type(model).__name__}; pass the model"
         )
+    before = None if check is None else (_observe(model, check), _observe(model, check, moved=True))
+    swapped = {m for m in model.modules() if swap_of(m) is not None}
     report = _patch(model, fused_loss)
     weight = next(model.parameters(), None)
     if weight is not None:
         expect(calls_of(model), weight.device.type, weight.dtype)
+    if before is not None:
+        try:
+            _compare(*before, _observe(model, check))
+        except BaseException:
+            for module in {*model.modules()} - swapped:
+                restore(module)
+            raise
     return report
 
 
-@on_the_cpu()
+def _observe(model: nn.Module, batch: Any, *, moved: bool = False) -> dict[str, Tensor]:
+    """The loss of a batch, as "", and its gradients by parameter; moved: [Note: bound of a check].
+
+    Parts are in evaluation, without dropout; the model itself trains, as a fused loss needs it.
+    """
+    trains = {module: module.training for module in model.modules()}
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    devices = {p.device for p in named.values() if p.device.type == "cuda"}
+    kwargs = dict(batch) if isinstance(batch, Mapping) else {}
+    args = () if kwargs else tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    model.eval().training = True
+    try:
+        with torch.random.fork_rng([*devices]), torch.enable_grad():
+            torch.manual_seed(0)
+            weights = {name: _moved(p) if moved else p for name, p in named.items()}
+            loss = _loss_of(torch.func.functional_call(model, weights, args, kwargs))
+            found = torch.autograd.grad(loss, [*weights.values()], allow_unused=True)
+    finally:
+        for module, training in trains.items():
+            module.training = training
+    grads = zip(named.items(), found, strict=True)
+    return {"": loss.detach()} | {
+        name: torch.zeros_like(p) if grad is None else grad for (name, p), grad in grads
+    }
+
+
+def _moved(p: Tensor) -> Tensor:
+    """A parameter with every element moved by one rounding, up or down."""
+    sign = torch.randint_like(p, 2) * 2 - 1
+    return (p.detach() * (1 + torch.finfo(p.dtype).eps * sign)).requires_grad_()
+
+
+def _loss_of(output: Any) -> Tensor:
+    """The loss in what a model returns."""
+    found = getattr(output, "loss", None)
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif isinstance(output, tuple) and found is None:
+        found = output[-1]
+    loss = output if isinstance(output, Tensor) else found
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.isfinite():
+        said = loss.detach() if isinstance(loss, Tensor) else loss
+        raise ValueError(
+            "patch: expected a batch with targets as check, for which the model returns a finite "
+            f"loss, got {type(output).__name__} with loss={said}; pass what a training step passes"
+        )
+    return loss.reshape(())
+
+
+def _compare(stock: dict[str, Tensor], moved: dict[str, Tensor], now: dict[str, Tensor]) -> None:
+    """Raises ValueError that names the first parameter whose gradients differ."""
+    eps = max(torch.finfo(grad.dtype).eps for grad in stock.values())
+    roundings = 4 if eps > 1e-5 else 16
+    for name, want in stock.items():
+        apart, usual = ((other[name] - want).double().norm().item() for other in (now, moved))
+        bound = roundings * (usual + eps * want.double().norm().item())
+        if not apart <= bound:
+            raise ValueError(
+                f"patch: expected the loss and gradients of check as before, got {apart:.3g} "
+                f"between {f'the gradients of {name}' if name else 'the losses'}, where roundings "
+                f"explain {bound:.3g}; the patch was undone: train the model as it is"
+            )
+
+
 def _patch(model: nn.Module, fused_loss: bool) -> PatchReport:
     split = next((name for name, m in model.named_modules() if getattr(m, "tp", None)), None)
     if split is not None:
@@ -112,16 +199,13 @@ def _patch(model: nn.Module, fused_loss: bool) -> PatchReport:
         report.fallbacks = earlier[0].fallbacks
     report.already = len(earlier)
 
-    looks = Looks(model)
     left: list[tuple[str, nn.Module, str]] = []
     # Parts come before the modules that contain them, whose plans depend on their parts' plans.
     for name, module in reversed(list(model.named_modules())):
         if swap_of(module) is not None:
             continue
-        found = losses.get(module) or plan(name, module, fused_loss, looks)
+        found = losses.get(module) or plan(module, fused_loss)
         if isinstance(found, str):
-            if type(module).__name__.startswith("FSDP"):
-                found = "fully_shard has changed its class: call patch before fully_shard"
             left.append((name, module, found))
         elif found is not None:
             _swap(name, module, found, report)
@@ -194,9 +278,7 @@ def unpatch(model: nn.Module) -> int:
 def _swap(name: str, module: nn.Module, found: Swap, report: PatchReport) -> None:
     original, mixin = type(module), found.mixin
     kind, kept = original.__name__, report.fallbacks
-    conditions = dataclasses.replace(found.conditions)  # found for all equal modules
-    own = dataclasses.replace(found, conditions=conditions, original=original, fallbacks=kept)
-    swap_in(module, own)
+    swap_in(module, dataclasses.replace(found, original=original, fallbacks=kept))
     report.replaced.setdefault(kind, []).append(name or "model")
     report.does[kind] = TORCH_CLASSES[original][1] if original in TORCH_CLASSES else mixin.does
     if getattr(mixin, "falls_back", ()):

@@ -1,11 +1,12 @@
 """Decides which module of a foreign model gets which fused class, and why others are left.
 
-transformers' GPT-2 is recognised by its classes, unless someone replaced one of their functions: a
-forward, a function that a forward calls, or an entry of the registry of attention functions. A
+transformers' classes are recognised by their names, unless someone replaced one of their functions:
+a forward, a function that a forward calls, or an entry of the registry of attention functions. A
 function is the library's own if its code, and that of every wrapper around it, is in one of the
-library's files. A model of nanoGPT's shape is recognised by the names and types of its parts, which
-must then prove what they compute, see proof.py. In any other model nn.LayerNorm, nn.RMSNorm,
-nn.GELU and nn.Embedding are swapped if they are exactly these classes.
+library's files. nanoGPT's classes (NANOGPT) are recognised by their names, wherever they are
+defined, and by what their modules hold: the same parts and attributes, no others, of fitting
+shapes. What their forward does is not looked at: patch(check=batch) compares it. In any other model
+nn.LayerNorm, nn.RMSNorm, nn.GELU and nn.Embedding are swapped if they are exactly these classes.
 """
 
 from __future__ import annotations
@@ -15,20 +16,18 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpar.foreign import fused, modern, proof, swap
+from fastpar.foreign import fused, modern, swap
 from fastpar.foreign.swap import Swap
 from fastpar.kernels.attention import MAX_HEAD_DIM
 from fastpar.kernels.norm import MAX_COLUMNS
 from fastpar.nn import modules
-from fastpar.nn.modules import embedding_options, is_linear
+from fastpar.nn.modules import embedding_options, is_conv1d, is_linear
 
 GPT2 = "transformers.models.gpt2.modeling_gpt2"
 TORCH = os.path.dirname(torch.__file__)
@@ -40,6 +39,24 @@ TORCH_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
     nn.Embedding: (modules.Embedding, "deterministic backward without atomics"),
 }
 OURS = ("fastpar.nn", "fastpar.models.", "fastpar.axes.")  # fastpar's own modules
+# Classes of nanoGPT: the parts that their modules have, may have, and their attributes.
+NANOGPT: dict[str, tuple[set[str], set[str], set[str]]] = {
+    "LayerNorm": (set(), set(), {"bias", "eps"}),
+    "CausalSelfAttention": (
+        {"c_attn", "c_proj"},
+        {"attn_dropout", "resid_dropout"},
+        {"n_head", "n_embd", "dropout", "flash"},
+    ),
+    "MLP": ({"c_fc", "gelu", "c_proj"}, {"dropout"}, set()),
+    "Block": ({"ln_1", "attn", "ln_2", "mlp"}, set(), set()),
+    "GPT": ({"transformer", "lm_head"}, set(), {"config"}),
+}
+# The form of activations that are GELU.
+_FORMS = {
+    "GELUActivation": "none",
+    **dict.fromkeys(("NewGELUActivation", "GELUTanh", "PytorchGELUTanh"), "tanh"),
+    "FastGELUActivation": "tanh",
+}
 
 
 # A string says why a module is left; None if that is not worth reporting.
@@ -93,64 +110,56 @@ def replaced_code(kind: type[nn.Module]) -> str | None:
     return None
 
 
-def seen_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The module and its parts, without the parts of proven ones, which stand-ins replace."""
-    closed: tuple[str, ...] = ()
-    for name, part in module.named_modules():
-        if name.startswith(closed):
-            continue
-        yield name, part
-        if part is not module and isinstance(part, fused.Attention | fused.MLP):
-            closed += (f"{name}.",)
-
-
-def look_of(module: nn.Module) -> Any:
-    """A key that is equal for modules which differ only in the values of their tensors."""
-    look: list[Any] = []
-    for name, part in seen_parts(module):
-        look += [name, type(part), swap.swap_of(part) is None, tuple(part._modules)]
-        if part is not module and isinstance(part, fused.Attention | fused.MLP):
-            continue
-        by_layer = getattr(part, "scale_attn_by_inverse_layer_idx", False)
-        in_cache = {"layer_idx"} if type(part).__module__ == GPT2 and not by_layer else set()
-        for key, value in vars(part).items():
-            if key not in swap.MODULE_FIELDS and key not in in_cache:
-                known = isinstance(value, int | float | str | tuple | None)
-                look += [key, repr(value) if known else id(value)]
-        tensors = [*part._parameters.items(), *part._buffers.items()]
-        look += [(k, t.shape, t.dtype, t.is_meta) for k, t in tensors if t is not None]
-    return tuple(look)
-
-
 def plan_losses(model: nn.Module) -> dict[nn.Module, Plan]:
-    """Plans for fused_loss of models of nanoGPT's shape; transformers' follow from their parts.
+    """Plans for fused_loss of nanoGPT's GPT; transformers' follow from their parts.
 
     Raises:
-        ValueError: there is no such model, or one with another loss.
+        ValueError: there is no such model.
     """
     plans: dict[nn.Module, Plan] = {}
     heads = ("GPT2LMHeadModel", *(f"{name}ForCausalLM" for name in modern.MODULES.values()))
     kinds = map(type, model.modules())
     why, found = "", any(k.__name__ in heads and is_transformers(k) for k in kinds)
     for module in model.modules():
-        known = is_transformers(type(module)) or type(module).__module__.startswith(OURS)
-        norm = None if known else fused.loss_shape(module)
-        if isinstance(module, fused.Loss):
-            found = True
-        elif norm is not None:
-            try:
-                fused.prove_loss(module, norm)
-                conditions = proof.conditions_of(module, {}, tuple(module._modules), None)
-                plans[module] = Swap(fused.Loss, {"norm": norm}, conditions)
-            except Exception as error:
-                why = f", which {proof.words_of(error)}"
+        found = found or isinstance(module, fused.Loss)
+        if nanogpt_class(module) == "GPT" and swap.swap_of(module) is None:
+            norm, less = fused.loss_shape(module), unlike_nanogpt(module)
+            if norm is None or less is not None:
+                why = f", which {less or 'has another forward or lm_head'}"
+            else:
+                plans[module] = Swap(fused.Loss, {"norm": norm})
     if why or not (found or plans):
         raise ValueError(
-            "patch: expected transformers' GPT2LMHeadModel or nanoGPT's "
+            "patch: expected transformers' GPT2LMHeadModel or nanoGPT's GPT with "
             f"forward(idx, targets=None) for fused_loss=True, got model={type(model).__name__}{why}"
             "; use fastpar.nn.LinearCrossEntropyLoss in its forward"
         )
     return plans
+
+
+def nanogpt_class(module: nn.Module) -> str | None:
+    """The class of nanoGPT that a module's class is named after."""
+    kind = type(module)
+    if kind.__module__.startswith((*OURS, "torch.", "transformers.")):
+        return None
+    return kind.__name__ if kind.__name__ in NANOGPT else None
+
+
+def unlike_nanogpt(module: nn.Module) -> str | None:
+    """What a module that is named after nanoGPT's lacks, or has besides."""
+    has, may_have, known = NANOGPT[type(module).__name__]
+    lacks = sorted(has - module._modules.keys())
+    more = sorted(module._modules.keys() - has - may_have)
+    more += sorted(vars(module).keys() - swap.MODULE_FIELDS - known)
+    if lacks:
+        return f"has no {lacks[0]}, which nanoGPT's has"
+    return f"has {more[0]}, which nanoGPT's has not" if more else None
+
+
+def features(layer: Any) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    rows, columns = layer.weight.shape
+    return (rows, columns) if is_conv1d(layer) else (columns, rows)
 
 
 def is_transformers(kind: type) -> bool:
@@ -162,17 +171,24 @@ def _is_gpt2(module: nn.Module, *names: str) -> bool:
     return type(module).__module__ == GPT2 and type(module).__name__ in names
 
 
-def plan(name: str, module: nn.Module, fused_loss: bool, looks: Looks) -> Plan:
+def plan(module: nn.Module, fused_loss: bool) -> Plan:
     """The plan for a module whose parts are swapped already."""
     method = swap.replaced_in(module)
     if method is not None:
         return f"its {method} was replaced"
     if type(module) in TORCH_CLASSES:
         return _plan_torch(module)
+    if type(module).__name__.startswith("FSDP"):
+        return "fully_shard has changed its class: call patch before fully_shard"
     ours = type(module).__module__.startswith(OURS)
     if ours and not isinstance(module, modules.CausalSelfAttention):
         return None
-    found = looks.plan(name, module, fused_loss)
+    if type(module).__module__ in modern.MODULES:
+        found = _plan_modern(module, fused_loss)
+    elif type(module).__module__ == GPT2:
+        found = _plan_gpt2(module, fused_loss)
+    else:
+        found = _plan_nanogpt(module)
     if isinstance(found, Swap):
         kind: Any = type(module)
         if swap.swapped_class(found.mixin, kind).own_forward[0] is not kind.forward:
@@ -209,7 +225,7 @@ def _plan_gpt2(module: Any, fused_loss: bool) -> Plan:
     if _is_gpt2(module, "GPT2Attention", "GPT2SdpaAttention"):
         return _plan_gpt2_attention(module)
     if _is_gpt2(module, "GPT2MLP"):
-        return _plan_mlp(module, "act", long=False)
+        return _plan_mlp(module, "act")
     if _is_gpt2(module, "GPT2Block"):
         returns = type(module).forward.__annotations__.get("return")
         if returns not in (Tensor, "torch.Tensor"):
@@ -255,11 +271,10 @@ def _plan_modern(module: Any, fused_loss: bool) -> Plan:
         return f"{replaced} was replaced"
     if part == "ForCausalLM":
         return _plan_head(module, fused_loss, "CausalLMOutputWithPast")
-    names: tuple[str, ...] = ()
     options: dict[str, Any] = {}
     if part == "RMSNorm":
-        names = ("variance_epsilon" if hasattr(module, "variance_epsilon") else "eps",)
-        options = {"eps": getattr(module, names[0])}
+        if modern.eps_of(module) is None:
+            return "has no eps"
     elif part == "MLP":
         options = {"part": "act_fn" if hasattr(module, "act_fn") else "activation_fn"}
         act = getattr(module, options["part"])
@@ -271,47 +286,31 @@ def _plan_modern(module: Any, fused_loss: bool) -> Plan:
     else:
         if getattr(module, "sliding_window", None) is not None:
             return "a window of attention has no kernel"
-        names = "head_dim", "scaling", "attention_dropout"
         turn = vars(sys.modules[kind.__module__])["apply_rotary_pos_emb"]
         options = {"norms": hasattr(module, "q_norm"), "late": family == "NanoChat", "turn": turn}
-    settings = {"": {name: getattr(module, name) for name in names}}
-    return Swap(getattr(modern, part), options, swap.Conditions(settings=settings))
+    return Swap(getattr(modern, part), options)
 
 
 def _plan_gpt2_attention(module: Any) -> Plan:
-    """Recognised by its code, and also run, to cover later versions of transformers."""
     if module.is_cross_attention:
         return "cross-attention has no kernel"
     implementation = fused.implementation_of(module)
     if implementation not in ("sdpa", "eager"):
         return f"attn_implementation={implementation}: set sdpa or eager and patch again"
-
-    def own(m: Any, x: Tensor) -> Tensor:
-        mask = None
-        if implementation == "eager":  # newer versions rely on the mask for causality
-            causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device="cpu").tril()
-            mask = torch.zeros(causal.shape, dtype=x.dtype, device="cpu")
-            mask = mask.masked_fill(~causal, torch.finfo(x.dtype).min)[None, None]
-        return type(m).forward(m, x, attention_mask=mask)[0]
-
-    def formula(m: Any, x: Tensor) -> Tensor:
-        p = m.attn_dropout.p if m.training else 0.0
-        o = _heads(m, x, m.num_heads, dropout_p=p, scale=fused.scale_of(m))
-        return m.resid_dropout(m.c_proj(o))
-
     if not 1 <= module.head_dim <= MAX_HEAD_DIM:
         return f"heads of {module.head_dim} elements, the kernels support 1 to {MAX_HEAD_DIM}"
     options = {"probs": "attn_dropout", "resid": "resid_dropout", "head_dim": module.head_dim}
-    conditions = swap.Conditions()
-    causal = module._buffers.get("bias")
-    if causal is not None:
-        if not torch.equal(causal, torch.ones_like(causal).tril()):
-            return "its buffer bias is not the causal mask"
-        conditions.buffers["bias"] = causal.cpu().clone()
-    positions = module.config.max_position_embeddings
-    limits: dict[str, Any] = {"positions": positions, "long": False, "brief": True}
-    proof.prove(module, module.embed_dim, formula, own=own, **limits, keep=[module.config])
-    return Swap(fused.GPT2Attention, options, conditions)
+    return _unlike_causal(module) or Swap(fused.GPT2Attention, options)
+
+
+def _unlike_causal(module: nn.Module) -> str | None:
+    """Why the mask that an attention holds is not the causal one."""
+    mask = module._buffers.get("bias")
+    if mask is None:
+        return None
+    if mask.is_meta:
+        return "is on the meta device: load its weights first"
+    return None if torch.equal(mask, torch.ones_like(mask).tril()) else "has a mask of its own"
 
 
 def _takes_hints(taker: Any) -> bool:
@@ -323,161 +322,78 @@ def _takes_hints(taker: Any) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-class Looks:
-    """Plans of modules; equal modules are examined once."""
-
-    def __init__(self, model: nn.Module):
-        self.plans: dict[Any, list[tuple[list[Tensor], Plan]]] = {}
-        positions = [
-            m.num_embeddings
-            for name, m in model.named_modules()
-            if isinstance(m, nn.Embedding) and ("pos" in name or name.endswith("wpe"))
-        ]
-        self.positions = max(positions, default=None)
-
-    def plan(self, name: str, module: nn.Module, fused_loss: bool) -> Plan:
-        parts = [part for _, part in seen_parts(module)]
-        buffers = [b for p in parts for b in p._buffers.values() if b is not None and not b.is_meta]
-        known = self.plans.setdefault(look_of(module), [])
-        for others, found in known:
-            if all(a is b or torch.equal(a, b) for a, b in zip(others, buffers)):
-                return found
-        try:
-            if type(module).__module__ in modern.MODULES:
-                found = _plan_modern(module, fused_loss)
-            elif type(module).__module__ == GPT2:
-                found = _plan_gpt2(module, fused_loss)
-            else:
-                found = _plan_nanogpt(name, module, self.positions)
-        except Exception as error:
-            found = proof.words_of(error)
-        known.append((buffers, found))
-        return found
-
-
-def _plan_nanogpt(name: str, module: Any, positions: int | None) -> Plan:
-    parts = dict(module.named_children())
-    long = {"positions": positions}
-    if {"c_attn", "c_proj"} <= set(parts) and isinstance(getattr(module, "n_head", None), int):
-        return _plan_attention(module, parts, positions)
-    if {"c_fc", "c_proj"} <= set(parts):
-        activations = [p for p in ("gelu", "act", "activation") if p in parts]
-        return _plan_mlp(module, activations[0], **long) if activations else "no GELU part found"
-    if {"ln_1", "attn", "ln_2", "mlp"} <= set(parts):
-        if not isinstance(module.attn, fused.Attention):
-            return "its attention was left unchanged"
-        if not isinstance(module.ln_2, fused.Norm | modules.LayerNorm):
-            return "its ln_2 was left unchanged"
-        used = ("ln_1", "attn", "ln_2", "mlp")
-        proven = ["attn", *(["mlp"] if isinstance(module.mlp, fused.MLP) else [])]
-        return _checked(module, _block, fused.Block, {}, used, stand_ins=proven, **long)
-    if name.split(".")[-1].startswith("ln") and not parts:
-        return _plan_norm(module, positions)
-    return None
-
-
-def _plan_attention(module: Any, parts: dict[str, nn.Module], positions: int | None) -> Plan:
-    if type(module) is modules.CausalSelfAttention and module.softmax_scale is None:
+def _plan_nanogpt(module: Any) -> Plan:
+    if type(module) is modules.CausalSelfAttention:
         D = module.n_embd // module.n_head
         known = {"probs": "attn_dropout", "resid": "resid_dropout", "head_dim": D}
-        conditions = proof.conditions_of(module, known, ("c_attn", "c_proj"), None)
-        return Swap(fused.Attention, known, conditions)
-    c_attn, c_proj = parts["c_attn"], parts["c_proj"]
+        return Swap(fused.Attention, known) if module.softmax_scale is None else None
+    kind = nanogpt_class(module)
+    if kind is None or kind == "GPT":
+        return None
+    return unlike_nanogpt(module) or {
+        "LayerNorm": _plan_norm,
+        "CausalSelfAttention": _plan_attention,
+        "MLP": lambda mlp: _plan_mlp(mlp, "gelu"),
+        "Block": _plan_block,
+    }[kind](module)
+
+
+def _plan_attention(module: Any) -> Plan:
+    c_attn, c_proj = module.c_attn, module.c_proj
     if type(c_attn) is not nn.Linear or type(c_proj) is not nn.Linear:
         return "c_attn or c_proj is not an nn.Linear"
-    C, heads = c_attn.in_features, module.n_head
-    if (c_attn.out_features, c_proj.in_features) != (3 * C, C) or heads < 1 or C % heads:
+    C, heads = c_attn.in_features, getattr(module, "n_head", None)
+    if (c_attn.out_features, features(c_proj)) != (3 * C, (C, C)):
         return f"c_attn maps {C} to {c_attn.out_features}, not to q, k and v of {C} each"
+    if not isinstance(heads, int) or heads < 1 or C % heads:
+        return f"n_head={heads} does not divide {C}"
     if C // heads > MAX_HEAD_DIM:
         return f"heads of {C // heads} elements, the kernels support 1 to {MAX_HEAD_DIM}"
-    places: dict[str, Any] = {"head_dim": C // heads}
-
-    def formula(m: Any, x: Tensor) -> Tensor:
-        p = fused.probs_rate(m, places["probs"])
-        y = m.c_proj(_heads(m, x, heads, dropout_p=p))
-        return y if places["resid"] is None else getattr(m, places["resid"])(y)
-
-    places.update(proof.places_of_dropout(module, C, heads))
-    used = ("c_attn", "c_proj")
-    limits: dict[str, Any] = {"positions": positions, "heads": heads, "rate": places["probs"]}
-    return _checked(module, formula, fused.Attention, places, used, **limits)
+    if module._buffers.keys() - {"bias"}:
+        return "has buffers besides a mask"
+    parts, own = module._modules, vars(module)
+    by_number = "dropout" in own and own.get("flash", "attn_dropout" not in parts)
+    probs = "dropout" if by_number else "attn_dropout" if "attn_dropout" in parts else None
+    resid = "resid_dropout" if "resid_dropout" in parts else None
+    options = {"probs": probs, "resid": resid, "head_dim": C // heads}
+    return _unlike_causal(module) or Swap(fused.Attention, options)
 
 
-def _heads(m: Any, x: Tensor, heads: int, **options: Any) -> Tensor:
-    qkv = m.c_attn(x).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
-    o = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True, **options)
-    return o.transpose(1, 2).flatten(2)  # [B, T, C]
-
-
-def _plan_mlp(module: Any, activation: str, **how: Any) -> Plan:
+def _plan_mlp(module: Any, activation: str) -> Plan:
+    more = module._modules.keys() - {"c_fc", activation, "c_proj", "dropout"}
+    if more or not (is_linear(module.c_fc) and is_linear(module.c_proj)):
+        return f"has {min(more)}, whose use is unknown" if more else "has other layers than GPT-2's"
+    if features(module.c_fc)[1] != features(module.c_proj)[0]:
+        return "c_proj does not take what c_fc gives"
     part = getattr(module, activation)
-    replaced = torch_forward(nn.GELU) if type(part) is nn.GELU else swap.replaced_in(part)
+    kind = type(part)
+    replaced = torch_forward(nn.GELU) if kind is nn.GELU else swap.replaced_in(part)
     if replaced is not None:
         return f"{replaced} was replaced"
-    dropouts = [name for name, p in module.named_children() if isinstance(p, nn.Dropout)]
-    if len(dropouts) > 1:
-        return f"more than one dropout, in unknown positions: {', '.join(dropouts)}"
-    options = {
-        "activation": activation,
-        "kind": type(part),
-        "dropout": dropouts[0] if dropouts else None,
-    }
-    used = ("c_fc", "c_proj", activation)
-    found: Plan = None
-    for form in ("tanh", "none"):
-
-        def formula(m: Any, x: Tensor, form: str = form) -> Tensor:
-            y = m.c_proj(F.gelu(m.c_fc(x), approximate=form))
-            return getattr(m, dropouts[0])(y) if dropouts else y
-
-        known = {**options, "approximate": form}
-        found = _checked(module, formula, fused.MLP, known, used, **how)
-        if not isinstance(found, str):
-            return found
-    return f"its {activation} ({type(part).__name__}) is not GELU, or {found}"
+    known = kind in (nn.GELU, modules.GELU) or kind.__module__ == "transformers.activations"
+    form = getattr(part, "approximate", None) or _FORMS.get(kind.__name__)
+    if not known or form is None:
+        return f"its {activation} ({kind.__name__}) is not GELU"
+    dropout = "dropout" if "dropout" in module._modules else None
+    options = {"activation": activation, "kind": kind, "dropout": dropout, "approximate": form}
+    return Swap(fused.MLP, options)
 
 
-def _plan_norm(module: Any, positions: int | None) -> Plan:
-    tensors = dict(module.named_parameters())
-    weight = tensors.pop("weight", None)
-    bias = tensors.pop("bias", None)
-    if weight is None or weight.dim() != 1 or tensors or list(module.buffers()):
-        return None
-    if bias is None and not hasattr(module, "bias"):
-        return "without a bias attribute it is not a LayerNorm of nanoGPT's kind"
-    if not 1 <= weight.shape[0] <= MAX_COLUMNS:
-        return f"{weight.shape[0]} elements per row, the kernel supports 1 to {MAX_COLUMNS}"
-    eps = getattr(module, "eps", 1e-5)
-
-    def formula(m: Any, x: Tensor) -> Tensor:
-        return F.layer_norm(x, m.weight.shape, m.weight, m.bias, eps)
-
-    # Rows whose variance is below eps, so that a different eps shows.
-    limits: dict[str, Any] = {"positions": positions, "small": 1e-3}
-    return _checked(module, formula, fused.Norm, {"eps": eps}, **limits)
+def _plan_norm(module: Any) -> Plan:
+    tensors = dict(module.named_parameters(recurse=False))
+    weight, bias = tensors.pop("weight", None), tensors.pop("bias", None)
+    if weight is None or weight.dim() != 1 or tensors or module._buffers:
+        return "has other tensors than nanoGPT's"
+    if not hasattr(module, "bias") or (bias is not None and bias.shape != weight.shape):
+        return "has another bias than nanoGPT's"
+    if not 1 <= len(weight) <= MAX_COLUMNS:
+        return f"{len(weight)} elements per row, the kernel supports 1 to {MAX_COLUMNS}"
+    return Swap(fused.Norm, {"eps": getattr(module, "eps", 1e-5)})
 
 
-def _block(m: Any, x: Tensor) -> Tensor:
-    x = x + m.attn(m.ln_1(x))
-    return x + m.mlp(m.ln_2(x))
-
-
-def _checked(
-    module: Any,
-    formula: proof.Formula,
-    mixin: Any,
-    options: dict[str, Any],
-    used: tuple[str, ...] = (),
-    **how: Any,
-) -> Plan:
-    """The plan, if the module computes the formula; `used` are the parts that the mixin calls."""
-    first = getattr(module, "c_attn", None) or getattr(module, "c_fc", None)
-    if first is None:
-        width = module.attn.c_attn.in_features if used else module.weight.shape[0]
-    else:
-        width = proof.features(first)[0]
-    try:
-        reached = proof.prove(module, width, formula, **how)
-        return Swap(mixin, options, proof.conditions_of(module, options, used, reached))
-    except Exception as error:
-        return proof.words_of(error)
+def _plan_block(module: Any) -> Plan:
+    if not isinstance(module.attn, fused.Attention):
+        return "its attention was left unchanged"
+    if not isinstance(module.ln_2, fused.Norm | modules.LayerNorm):
+        return "its ln_2 was left unchanged"
+    return Swap(fused.Block)

@@ -10,53 +10,23 @@ class.
 forward as a whole. It warns once per reason and model, and is counted in the report. Under
 torch.compile it warns when it is traced and is not counted.
 
-[Note: conditions] A module proved what it computes (proof.py) with the numbers, flags and buffers
-that it had then. Every call checks them: after a change the calls fall back. A buffer's values are
-compared when it is a different tensor or was written to; not under torch.compile.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import sys
 import warnings
-import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-
-from fastpar.nn.tp_layers import TokenDropout
+from torch import nn
 
 MODULE_FIELDS = frozenset({*vars(nn.Module()), "training", "_fastpar_swap"})
-_COMPARABLE = (bool, int, float, str, tuple, list, type(None), torch.dtype)
-_GONE = object()
 SILENT = ""  # a reason to fall back that is not reported
-
-
-def settings_in(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes that can be compared later: no tensors, modules or methods."""
-    return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, _COMPARABLE)
-        and not name.startswith("__")
-        and name not in MODULE_FIELDS
-    }
-
-
-def settings_of(module: nn.Module) -> dict[str, Any]:
-    """A module's own settings, including those of its class."""
-    found: dict[str, Any] = {}
-    for base in reversed(type(module).__mro__):
-        if base is not object and not base.__module__.startswith(("torch.", "fastpar.")):
-            found |= settings_in(vars(base))
-    return found | settings_in(vars(module))
 
 
 def replaced_in(module: nn.Module) -> str | None:
@@ -66,94 +36,11 @@ def replaced_in(module: nn.Module) -> str | None:
 
 
 @dataclass
-class Conditions:
-    """The state in which a module proved what it computes; see [Note: conditions]."""
-
-    # Of the module ("") and of parts: values by name, those of a config by path.
-    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    parts: dict[str, type] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    tokens: int | None = None  # the most that were compared
-
-    def __post_init__(self) -> None:
-        # attrgetter gets at least two names, so that it returns a tuple.
-        self._read = {
-            part: operator.attrgetter("__class__", *values)
-            for part, values in self.settings.items()
-            if values
-        }
-        # Last checked state: values of a part's settings; a buffer and its version.
-        self._same: dict[str, tuple[Any, ...]] = {}
-        self._seen: dict[str, tuple[Any, int]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_same": {}, "_seen": {}}
-
-    def violation(self, module: nn.Module, x: Any) -> str | None:
-        """The first condition that no longer holds."""
-        if self.tokens is not None and isinstance(x, Tensor):
-            shape = x.shape
-            if len(shape) == 3 and shape[1] > self.tokens:
-                return f"more than {self.tokens} tokens, the most that were compared"
-        parts = module._modules
-        for name, kind in self.parts.items():
-            now = type(parts.get(name))
-            if now is not kind and (now, kind) != (TokenDropout, nn.Dropout):
-                return f"{name} was replaced"
-        changed = self._changed_setting(module) if self._read else None
-        if changed is None and self.buffers and not torch.compiler.is_compiling():
-            changed = self._changed_buffer(module)
-        return None if changed is None else f"{changed} has changed"
-
-    def _changed_setting(self, module: nn.Module) -> str | None:
-        compiling = torch.compiler.is_compiling()
-        for part, read in self._read.items():
-            holder = module._modules.get(part) if part else module  # getattr() is slow for parts
-            try:
-                now = _values(holder, self.settings[part]) if compiling else read(holder)
-            except AttributeError:
-                now = _values(holder, self.settings[part])
-            if not compiling and all(map(operator.is_, now, self._same.get(part, (None,)))):
-                continue
-            for (name, value), found in zip(self.settings[part].items(), now[1:]):
-                if found is not value and (type(found) is not type(value) or found != value):
-                    return f"{part}.{name}" if part else name
-            if not compiling:
-                self._same[part] = now
-        return None
-
-    def _changed_buffer(self, module: nn.Module) -> str | None:
-        for name, value in self.buffers.items():
-            now = getattr(module, name, None)
-            version = 0 if now is None or now.is_inference() else now._version
-            seen = self._seen.get(name)
-            if seen is None or seen[0]() is not now or seen[1] != version:
-                if now is None or now.shape != value.shape:
-                    return name
-                if not torch.equal(now.detach().to("cpu", value.dtype), value):
-                    return name
-                self._seen[name] = weakref.ref(now), version
-        return None
-
-
-def _values(holder: Any, paths: Iterable[str]) -> tuple[Any, ...]:
-    """Like attrgetter, but traceable by torch.compile and tolerant of missing names."""
-    found = [type(holder)]
-    for path in paths:
-        value = holder
-        for name in path.split("."):
-            value = getattr(value, name, _GONE)
-        found.append(value)
-    return tuple(found)
-
-
-@dataclass
 class Swap:
-    """What a module gets and remembers: a mixin, its options and conditions, its original class."""
+    """What a module gets and remembers: a mixin, its options, its original class."""
 
     mixin: Any
     options: dict[str, Any] = field(default_factory=dict)  # of the mixin
-    conditions: Conditions = field(default_factory=Conditions)
     original: Any = None
     fallbacks: Counter[str] = field(default_factory=Counter)  # of the whole model
 
@@ -209,7 +96,7 @@ class Swapped(nn.Module):
         """Why a call with these arguments falls back (SILENT: not reported); None: it does not."""
         if given.keys() != {self.argument_names[0]}:
             return "arguments besides x"
-        return self.changed(given[self.argument_names[0]])
+        return self.changed()
 
     def fused_forward(self, given: dict[str, Any]) -> Any:
         """The result of forward, computed by kernels."""
@@ -240,14 +127,14 @@ class Swapped(nn.Module):
     def option(self, name: str) -> Any:
         return vars(self)["_fastpar_swap"].options[name]
 
-    def changed(self, x: Any = None) -> str | None:
-        """What has changed since the module was patched; see [Note: conditions]."""
+    def changed(self) -> str | None:
+        """What has changed since the module was patched."""
         swap = swap_of(self)
         if swap is None:
             return "the module itself was not patched"
         if type(self).own_forward[0] is not swap.original.forward:
             return "its class's forward was replaced"
-        return swap.conditions.violation(self, x)
+        return None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         swap = swap_of(self)

@@ -37,7 +37,6 @@ import fastpar.axes.grid
 import fastpar.kernels  # noqa: F401 (these define ops that KEPT names)
 from fastpar.comm.collectives import Handle
 from fastpar.comm.host import Bus
-from fastpar.kernels.linear.weight_gradients import WeightGradients, current_queue
 
 MODES = ("none", "full", "selective")
 _LEAST_BYTES = 1 << 16  # of an input that moves to the host: keys and scales stay
@@ -171,26 +170,8 @@ class Recomputed:
         options: dict[str, Any] = {}
         if self.mode == "selective":
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, KEPT)
-        queue = current_queue()
-        if queue is not None:
-            options["context_fn"] = functools.partial(_waiting, queue, options.get("context_fn"))
         with contextlib.nullcontext() if self.keeper is None else self.keeper.hooks():
             return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
-
-
-def _waiting(
-    queue: WeightGradients, context_fn: Callable[[], tuple[Any, Any]] | None
-) -> tuple[Any, Any]:
-    """The contexts of both forwards, the second with the queue found by the first: layers whose
-    weight gradients are delayed must save the same again."""
-    first, again = context_fn() if context_fn else (contextlib.nullcontext(),) * 2
-    return first, _both(again, queue.collect())
-
-
-@contextlib.contextmanager
-def _both(outer: Any, inner: Any) -> Iterator[None]:
-    with outer, inner:
-        yield
 
 
 def _is_cache(value: Any) -> bool:

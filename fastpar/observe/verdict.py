@@ -368,8 +368,8 @@ def _stage_waits(m: Measured) -> Iterator[str]:
     setup, rows = m.setup, m.setup.micro_batch_size
     if setup.grad_accum_steps < 4 * setup.pp and rows > 1:
         change = f"--micro-batch-size {rows // 2} gives more, smaller micro-batches"
-    elif setup.schedule not in ("zb-v", "interleaved"):
-        change = "--schedule zb-v runs two stages per rank and waits less"
+    elif setup.schedule != "interleaved":
+        change = "--schedule interleaved runs two stages per rank and waits less"
     else:
         change = "a larger --batch-size gives more micro-batches; --pp-split moves layers"
     yield f"other stages of the pipeline: {change}."

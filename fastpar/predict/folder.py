@@ -422,7 +422,7 @@ def predict_folder(model: FolderModel, setup: Setup, sizes: Sizes) -> Memory:
     """The peak of a step of a model on a rank."""
     buckets = model.buckets(setup)
     table, parts = _Table(model, setup, sizes), RankParts((model.kinds,), True, True)
-    held = Held(0, (1,), (0,))
+    held = Held(0, (1,))
     return peak_of(table, parts, held, buckets, states_of(None, setup, buckets), 0.0)
 
 

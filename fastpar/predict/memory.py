@@ -22,8 +22,7 @@ sum, in a copy; a weight and its gradient are whole while its product runs.
 [Note: a pipeline's rank] keeps what its schedule holds: of each micro-batch and chunk the blocks'
 activations, what was received and what was sent, and on the last stage the gradient of the head's
 input, the norm's output and dweight; also the gradient that the running backward was given, and the
-message that is received ahead. A backward in two halves keeps the inputs and gradients of its
-products for the second half, in which gradients arrive.
+message that is received ahead.
 
 It is measured with StepMemory:
 
@@ -60,14 +59,14 @@ from fastpar.axes.context import attended_heads
 from fastpar.axes.data import GPTBuckets, buckets_of
 from fastpar.axes.offload import going_down
 from fastpar.axes.pipeline import RankParts, parts_of
-from fastpar.axes.pipeline.schedules import SPLIT, Held, held_of
+from fastpar.axes.pipeline.schedules import Held, held_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.axes.wires import message_bytes
 from fastpar.comm.transports import shared_bytes, shared_ranges
 from fastpar.engine.engine import Engine
 from fastpar.engine.gradients import IN_FLIGHT as IN_REDUCTION
 from fastpar.engine.gradients import LEAST_BYTES
-from fastpar.kernels.backend import has_bf16_gemm
+from fastpar.kernels.backend import _C, has_bf16_gemm
 from fastpar.kernels.linear.fp8 import BLOCK
 from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows, workspace_bytes
 from fastpar.optim.adafactor import BATCH
@@ -167,13 +166,11 @@ class Step(NamedTuple):
     Attributes:
         frees: what forward kept for it; needs: gradients and buffers while it runs.
         params: number of its parameters, whose gradients it makes.
-        sides: input and gradient of a product, for the second half of a split backward.
     """
 
     frees: float
     needs: float
     params: int
-    sides: float = 0.0
 
 
 class Block(NamedTuple):
@@ -189,10 +186,6 @@ class Block(NamedTuple):
     again: float
     steps: tuple[Step, ...]
     last: float
-
-    @property
-    def sides(self) -> float:
-        return sum(step.sides for step in self.steps)
 
     @property
     def params(self) -> int:
@@ -281,10 +274,7 @@ class Table:
     def _block(self, *, experts: bool) -> Block:
         parts, sizes = block_parts(self.shape, experts=experts), self.sizes
         mode = self.setup.activation_checkpointing
-        steps = []
-        for p in parts:
-            sides = (sizes[p.into] + sizes[p.out]) * (p.op == "matmul")
-            steps.append(Step(self._keeps(p), self._needs(p), len(p.parameters), sides))
+        steps = [Step(self._keeps(p), self._needs(p), len(p.parameters)) for p in parts]
         everything, rows = sum(step.frees for step in steps), sizes["R"] * experts
         if mode == "none":
             return Block(everything + 3 * self.padding, 0.0, tuple(steps), 0.0)
@@ -436,14 +426,14 @@ def _others(table: Table, parts: RankParts, now: Held) -> float:
     if table.setup.pp == 1:
         return 0.0
     kept, last = 0.0, len(parts.layers) - 1
-    for chunk, (n, waiting, layers) in enumerate(zip(now.held, now.waiting, parts.layers)):
-        sides, running = sum(table.blocks[kind].sides for kind in layers), chunk == now.chunk
+    for chunk, (n, layers) in enumerate(zip(now.held, parts.layers)):
+        running = chunk == now.chunk
         ends = 2 - (parts.first and chunk == 0) - (parts.last and chunk == last)
-        kept += (n - waiting) * (_kept(table, layers) + ends * table.own) + waiting * sides
+        kept += n * (_kept(table, layers) + ends * table.own)
         if parts.last and chunk == last:  # the head's input, its norm's output, dweight
             kept += (n - running) * (2 * table.own + 4 * math.prod(table.table))
         if running:
-            kept -= sides if waiting else _kept(table, layers)
+            kept -= _kept(table, layers)
     # The gradient that it was given (the loss has none), and the message received ahead.
     return kept + table.own * (2 - (parts.last and now.chunk == last))
 
@@ -462,7 +452,6 @@ def moments(table: Table, parts: RankParts, held: Held, buckets: GPTBuckets) -> 
     head = 0.0 if placed else float(item * math.prod(table.table))
     waits = head / setup.rows * (table.tied and parts.first and parts.last)
     always = table.batch + _others(table, parts, held)
-    splits = setup.schedule in SPLIT and setup.pp > 1
     root, *units = buckets.units
 
     def gathered(units_done: int) -> float:
@@ -482,26 +471,21 @@ def moments(table: Table, parts: RankParts, held: Held, buckets: GPTBuckets) -> 
     kept, weights, (now, _) = always + _kept(table, layers), gathered(len(units)), next(arrived)
     for before, (more, loss) in zip((how.before, now), table.loss(head)) if ends else ():
         yield Moment(kept + more, loss, before + weights)
-    sides, grads = 0.0, now
+    grads = now
     for i in reversed(range(len(layers))):
         block, weights = table.blocks[layers[i]], gathered(len(units) - len(layers) + i + 1)
-        kept = always + sides + _kept(table, layers[: i + 1]) + table.residual + block.again
+        kept = always + _kept(table, layers[: i + 1]) + table.residual + block.again
         yield Moment(kept + block.last, standing + waits, grads + weights)
         for step in reversed(block.steps):
-            grads = now if splits else next(arrived)[1]
+            grads = next(arrived)[1]
             yield Moment(kept + step.needs, standing + waits, grads + weights)
-            kept -= step.frees - step.sides * splits
-        sides += block.sides * splits
-    for kind in reversed(layers) if splits else ():
-        most = max(next(arrived)[1] for _ in table.blocks[kind].steps)
-        yield Moment(always + sides, standing + waits, most + gathered(2))
-        sides -= table.blocks[kind].sides
+            kept -= step.frees
     if begins:
         now, most = next(arrived)
         kept = always + table.residual + table.embedding
         yield Moment(kept, standing + waits, now + head + gathered(0))
         # The sum of both gradients of a 16-bit table is a copy.
-        yield Moment(table.batch, standing + waits * (item == 2), most + gathered(1))
+        yield Moment(table.batch, standing + waits * (item == 2), most + gathered(0))
 
 
 def _update_bytes(workload: Workload, setup: Setup, buckets: GPTBuckets) -> float:
@@ -535,7 +519,7 @@ def predict_memory(workload: Workload, setup: Setup) -> Memory:
 def _stages(workload: Workload, setup: Setup) -> Iterator[tuple[RankParts, list[Held]]]:
     """Each pipeline rank's parts, and what it holds."""
     what = setup.schedule, setup.pp, setup.grad_accum_steps, setup.chunks
-    moments = held_of(*what) if setup.pp > 1 else [[Held(0, (1,), (0,))]]
+    moments = held_of(*what) if setup.pp > 1 else [[Held(0, (1,))]]
     yield from zip(parts_of(workload, setup), moments)
 
 
@@ -673,7 +657,8 @@ def alive_bytes() -> int:
         start = storage.data_ptr()
         if storage.nbytes() and not any(a <= start < b for a, b in shared):
             found[start] = storage.nbytes()
-    return sum(found.values()) + shared_bytes()
+    own = 0 if _C is None else torch.ops.fastpar._workspace_bytes()  # no tensors of Python
+    return sum(found.values()) + shared_bytes() + own
 
 
 # torch's older profiler: unlike the newer one it is local to a thread, so that ranks may be

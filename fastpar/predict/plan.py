@@ -388,8 +388,7 @@ def report(plan: Plan) -> str:
     assert winner.time is not None
     parts = [f"{k} {number_text(s * 1e3)} ms" for k, s in winner.time.parts.items() if s > 0]
     lines += [
-        "",
-        "why not the others",
+        *["", "why not the others"] * bool(why),
         *why,
         *[f"  and {n_more} more layouts; --top shows more, --json all"] * (n_more > 0),
         "",

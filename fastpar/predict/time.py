@@ -283,7 +283,7 @@ def _to_owners(workload: Workload, setup: Setup) -> Iterator[CommOp]:
         yield CommOp("all_to_all", "tp", column, setup.tp, 1, 2, "update")
 
 
-F, I, W = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741
+F, B = Kind
 _PARTS = ("forward", "backward", "recompute", "loss", "optimizer")
 _EXPOSED = ("dp", "tp", "cp", "ep", "pp", "control")
 
@@ -446,11 +446,8 @@ def _add(passes: Passes, op: Op, seconds: float) -> None:
     part = {"embedding": "embedding", "loss": "head"}.get(op.name, "layers")
     if op.direction == "forward":
         passes[part, F] += seconds
-    elif op.name == "matmul" and op.direction == "backward":
-        passes[part, I] += seconds / 2
-        passes[part, W] += seconds / 2
     else:
-        passes[part, W if op.name == "embedding" else I] += seconds
+        passes[part, B] += seconds
 
 
 def _bubble_s(
@@ -462,11 +459,11 @@ def _bubble_s(
         waited_s: for communication in forward and backward, half of it in each.
         message_s: see time_of() of axes/pipeline/schedules.py.
     """
-    for kind in (F, I):
+    for kind in (F, B):
         passes["layers", kind] += waited_s / 2
     share, counts = setup.pp / setup.grad_accum_steps, stage_layers(shape, setup)
     end, stages = len(counts) - 1, []
-    for kind in (F, I, W):
+    for kind in (F, B):
         first, last = (passes[part, kind] * share for part in ("embedding", "head"))
         each = passes["layers", kind] * (share / shape.n_layer)
         ends = enumerate(counts)

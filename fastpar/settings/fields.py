@@ -45,6 +45,9 @@ def called(name: str) -> Any:
 class More:
     """The type of Parallel.more: the settings of registered axes, a field per axis by its name."""
 
+    def __reduce__(self) -> Any:  # ranks get settings; the class is made anew there
+        return _more_of, (dict(vars(self)),)
+
 
 _groups: dict[str, type] = {}  # name of a registered axis -> the dataclass of its settings
 
@@ -61,6 +64,10 @@ def added() -> type:
     """The dataclass of the groups of registered axes."""
     made = [(axis, of, dataclasses.field(default_factory=of)) for axis, of in _groups.items()]
     return dataclasses.make_dataclass("More", made, bases=(More,), frozen=True)
+
+
+def _more_of(values: dict[str, Any]) -> Any:
+    return added()(**values)
 
 
 def more() -> Any:

@@ -18,7 +18,7 @@ from fastpar.settings.parallel import MeshSettings
 AXES = ("pp", "replicas", "dp", "cp", "ep", "depth", "rows", "tp")
 DATA_AXES = ("replicas", "dp", "ep")  # their ranks compute different sequences
 TP_AXES = ("rows", "tp")  # their ranks split each layer
-CHUNKS = {"interleaved": range(1, 65), "zb-v": range(2, 3)}  # stages per rank; other schedules: 1
+CHUNKS = {"interleaved": range(1, 65)}  # stages per rank; other schedules: 1
 
 
 def parse_grid(text: str | None) -> tuple[int, ...] | None:

@@ -88,9 +88,9 @@ class Offload:
 class Pipeline:
     """Pipeline schedule. In Python, the split may be a sequence of numbers."""
 
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     """1f1b keeps activations of at most pp micro-batches, gpipe of all.
-    interleaved, zb-h1 and zb-v have smaller bubbles."""
+    interleaved has smaller bubbles."""
     chunks: int | None = None
     """With schedule interleaved: number of stages on each rank; unset: 2."""
     split: Annotated[str | None, called("pp_split")] = None

@@ -5,7 +5,7 @@ after auto is resolved, the model's sizes (n_layer, n_head, n_embd, shape), `dp`
 data-parallel ranks). Rules about facts that are learned later are checked then.
 
 [Note: spelling] In a text, <pp> becomes `--pp` for a command and `pp` for a function; <pp=2>
-becomes `--pp 2` or `pp=2`; of <schedule=zb-h1|zb-v> the value that is set is named; {lr} is
+becomes `--pp 2` or `pp=2`; of <fp8=mlp|all> the value that is set is named; {lr} is
 replaced by the value of lr.
 """
 
@@ -54,7 +54,7 @@ class Term(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Term:
-        """Parse `fp8`, `schedule zb-h1 zb-v` or `num_samples >0`."""
+        """Parse `fp8`, `optimizer adamw muon` or `num_samples >0`."""
         name, *values = text.split()
         above = int(values[0][1:]) if values and values[0][0] == ">" else None
         return cls(name, () if above is not None else tuple(values), above)
@@ -195,7 +195,6 @@ PAIRS: list[Pair] = [
     Pair("compile", "pp"),
     Pair("compile", "pack"),
     *(Pair("fp8", mode) for mode in ("n_expert", "compile", "activation_checkpointing selective")),
-    Pair("fp8", "schedule zb-h1 zb-v and pp"),
     Pair("expert_capacity", "cp and n_expert", "each rank holds only a part of a sequence"),
     Pair("stochastic_rounding", "master_weights"),
     Pair("stochastic_rounding", "dtype fp32 fp16", "it rounds bf16 weights"),
@@ -340,7 +339,7 @@ RULES: list[Rule] = [
     Rule(
         ("chunks", "schedule"),
         lambda n, schedule: n is None or n in CHUNKS.get(schedule, (1,)),
-        "chunks to fit schedule={schedule} (interleaved: 1 to 64, zb-v: 2, others: 1)",
+        "chunks to fit schedule={schedule} (interleaved: 1 to 64, others: 1)",
         "drop <chunks>",
     ),
     *(pair.rule() for pair in PAIRS),

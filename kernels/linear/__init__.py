@@ -25,7 +25,6 @@ not in deterministic mode: results would depend on the proof.
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +35,7 @@ from torch._C import _has_storage
 from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import has_bf16_gemm, has_gemm
 from fastpar.kernels.choice import ignores_times, ignoring_times, is_proven, is_real, may_run
-from fastpar.kernels.linear.weight_gradients import place_for, queue_for
+from fastpar.kernels.linear.weight_gradients import place_for
 from fastpar.kernels.op import (
     define_autograd,
     define_op,
@@ -227,13 +226,12 @@ define_autograd(_linear, _setup_context, _backward, once="linear")
 
 
 class _OwnBackward(torch.autograd.Function):
-    """The same layer, whose weight gradient is delayed or written elsewhere (weight_gradients)."""
+    """The same layer, whose weight gradient is written elsewhere (weight_gradients.py)."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, queue, place):
+    def forward(ctx, x, weight, bias, place):
         ctx.save_for_backward(x, weight)
-        ctx.queue, ctx.place, ctx.weight = queue, place, weight
-        ctx.wide = queue is not None and use_wide(x)
+        ctx.place, ctx.weight = place, weight
         ctx.ours = _is_ours(x, weight)
         return _linear(x, weight, bias) if ctx.ours else F.linear(x, weight, bias)
 
@@ -241,10 +239,10 @@ class _OwnBackward(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         need_dx, need_dweight, need_dbias = ctx.needs_input_grad[:3]
-        queue, found = ctx.queue, None
-        if queue is None and need_dweight and is_plain(dy) and not torch.is_grad_enabled():
+        found = None
+        if need_dweight and is_plain(dy) and not torch.is_grad_enabled():
             found = ctx.place(ctx.weight, ctx.next_functions[1][0])
-        now = need_dweight and queue is None and found is None
+        now = need_dweight and found is None
         rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         if ctx.ours:  # the call may be one that only the op supports: batches of dy
             refuse_double_backward("linear")
@@ -255,22 +253,13 @@ class _OwnBackward(torch.autograd.Function):
             dx = matmul(rows, weight).view(x.shape) if need_dx else None
             dweight = matmul(rows.t(), x_rows) if now else None
             dbias = rows.sum(0) if need_dbias else None
-        if queue is not None:
-            queue.later(ctx.weight, _product_later(rows.t(), x_rows, ctx.wide))
-        elif found is not None:
+        if found is not None:
             wide_product(rows.t(), x_rows, found[0], add=found[1])
-        return dx, dweight, dbias, None, None
+        return dx, dweight, dbias, None
 
 
 # Without Function.apply's checks for transforms, which place_for has made, and for their remains.
 _own_backward = super(torch.autograd.Function, _OwnBackward).apply
-
-
-def _product_later(a: Tensor, b: Tensor, wide: bool) -> Callable[[Tensor | None], Tensor]:
-    """The function for WeightGradients.later()."""
-    if wide:
-        return lambda out: wide_product(a, b) if out is None else matmul(a, b, out=out)
-    return lambda out: matmul(a, b, out=out)
 
 
 def linear(
@@ -305,13 +294,10 @@ def linear(
         )
     if fp8 is not None:
         return fp8.linear(x, weight, bias)
-    queue = queue_for(weight)
-    if queue is not None:
-        return _OwnBackward.apply(x, weight, bias, queue, None)
     place = place_for(weight) if x.dtype != torch.float32 and use_wide(x) else None
     if place is not None:
         apply = _own_backward if _has_storage(x) else _OwnBackward.apply
-        return apply(x, weight, bias, None, place)
+        return apply(x, weight, bias, place)
     if (has_gemm or x.dtype != torch.float32) and _is_ours(x, weight):
         return _linear(x, weight, bias)
     return F.linear(x, weight, bias)

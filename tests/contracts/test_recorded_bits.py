@@ -50,7 +50,7 @@ CELLS: list[dict[str, Any]] = [
     {"dp": 2, "stage": 2, "optimizer": "muon"},
     {"dp": 2, "stage": 3, "offload": "parameters"},
     {"cp": 2, "documents": True, "method": "keys"},
-    {"pp": 2, "accum": "full_2", "schedule": "zb-v"},
+    {"pp": 2, "accum": "full_2", "schedule": "interleaved"},
     {"ep": 2, "dp": 2, "stage": 1, "model": "capacity", "precision": "fp64"},
     {"grid": "2x2", "stage": 1},
 ]

@@ -13,7 +13,7 @@ from cells import sweep
 from programs import assert_same
 from torch import nn
 
-from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
+from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.engine.bucket import BucketState
 from fastpar.kernels import backend, embedding, linear, linear_cross_entropy, make_key
 from fastpar.nn.recompute import recompute
@@ -228,18 +228,3 @@ def test_on_a_gpu_the_gradient_of_a_tied_table_is_not_rounded(
     for found in (table_run(*given), *run_ranks(table_run, 2, *given)):
         assert wide
         assert torch.equal(found.view_as(buffer), buffer)
-
-
-def stages_run(schedule):
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(**{**SIZES, "dropout": 0.0})).bfloat16()
-    options = {"grad_dtype": torch.float32, "schedule": schedule}
-    model, engine = managed(model, Mesh(pp=2, device="cpu"), **options)
-    ids = torch.randint(30, (4, 8), generator=torch.Generator().manual_seed(0))
-    pipeline_step(model, ids, ids, micro_batches=2)
-    return named_grads(engine)
-
-
-def test_a_split_backward_has_the_same_wide_gradients(wide_products):
-    for one, other in zip(run_ranks(stages_run, 2, "1f1b"), run_ranks(stages_run, 2, "zb-h1")):
-        assert_same(one, other)

@@ -88,7 +88,7 @@ CALLS = [
     (gpt2, having(implementation="fastpar_test"), FORWARD,
      "GPT2Attention: attn_implementation=fastpar_test", 2),
     (gpt2, with_silu, {}, f"GPT2MLP: {ACTIVATION}", 1),
-    (nano, with_silu, {}, f"FeedForward: {ACTIVATION}", 1),
+    (nano, with_silu, {}, f"MLP: {ACTIVATION}", 1),
     *(
         (gpt2, lambda model, loss=loss: setattr(model, "loss_function", loss), LABELS,
          "GPT2LMHeadModel: another loss_function", 1)

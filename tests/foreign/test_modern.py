@@ -126,7 +126,7 @@ def test_replaced_code_is_left(monkeypatch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_changed_setting_falls_back(name):
+def test_a_changed_setting_counts(name):
     stock = made(name)
     model = copy.deepcopy(stock)
     fastpar.patch(model)
@@ -134,8 +134,11 @@ def test_a_changed_setting_falls_back(name):
         m.model.layers[1].self_attn.scaling *= 2
         norm = m.model.layers[0].input_layernorm
         vars(norm)["eps" if hasattr(norm, "eps") else "variance_epsilon"] = 0.5
-    with pytest.warns(UserWarning, match="scaling has changed"):
-        assert_same_step(model, stock)
+    assert_same_step(model, stock)
+    for m in (model, stock):
+        m.model.layers[0].self_attn.sliding_window = 4
+    with pytest.warns(UserWarning, match="Attention falls back"):
+        model(tokens())
 
 
 class Hooked(nn.SiLU):

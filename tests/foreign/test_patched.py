@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from foreign_models import BOTH, MODELS, gpt2, ids_for, logits_of, nano, pair, stock_bench_model
+from foreign_models import BOTH, MODELS, gpt2, ids_for, logits_of, nano, pair
 from nanogpt_cells import NanoGPT
 from programs import STAGES, Case, check
 from test_modules import cast
@@ -58,14 +58,13 @@ def run_of(model, idx):
 
 
 @pytest.mark.filterwarnings("error:fastpar.patch")
-@pytest.mark.parametrize("name", [*MODELS, "the bench's"])
+@pytest.mark.parametrize("name", MODELS)
 def test_logits_and_every_gradient_match(name, monkeypatch):
     calls = fused_calls(monkeypatch)
-    theirs, ours, _ = pair(MODELS.get(name, stock_bench_model))
+    theirs, ours, _ = pair(MODELS[name])
     idx = ids_for()
-    call = logits_of if name in MODELS else lambda model, idx: model(idx, idx)
     inputs = list(theirs.parameters())
-    got, want = functional(ours, idx, call), functional(theirs, idx, call)
+    got, want = functional(ours, idx), functional(theirs, idx)
     assert len(assert_matches_oracle(got, want, inputs)) == 1 + len(inputs)
     assert set(calls.values()) == {2}
 
@@ -115,17 +114,16 @@ def test_dropout_is_where_theirs_is(rates):
 
 def test_modes_of_parts_are_theirs():
     """Evaluation of a model whose rate is a number; one dropout in another mode than the rest."""
-    theirs, ours, _ = pair(stock_bench_model, p=0.3)
+    theirs, ours, _ = pair(nano, dropout=0.3)
     idx = ids_for()
-    torch.testing.assert_close(ours.eval()(idx, idx), theirs.eval()(idx, idx))
+    torch.testing.assert_close(ours.eval()(idx), theirs.eval()(idx))
     for model in (theirs, ours):
-        model.train()
-        for part in (model.dropout, *(layer.mlp.dropout for layer in model.h)):
-            part.eval()
-        for layer in model.h:
-            layer.attn.p = 0.0
-            layer.attn.dropout.eval()
-    torch.testing.assert_close(ours(idx, idx), theirs(idx, idx))
+        model.train().transformer.drop.eval()
+        for layer in model.transformer.h:
+            layer.mlp.dropout.eval()
+            layer.attn.dropout = 0.0
+            layer.attn.resid_dropout.eval()
+    torch.testing.assert_close(ours(idx), theirs(idx))
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")

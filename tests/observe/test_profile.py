@@ -95,7 +95,7 @@ def test_two_ranks_tell_of_their_exchanges(here):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_the_bubble_of_stages_is_a_number(here, schedule):
     flags = f"--steps 2 --out p --nproc 2 --pp 2 --schedule {schedule} --micro-batch-size 1"
     assert run(flags) == 0
@@ -416,8 +416,8 @@ CASES = [
     (exposed(TP, cp=2), "context-parallel exchanges: --cp 1 with --activation-checkpointing full"),
     (exposed(TP, cp=2, cp_method="keys"), "--cp-method heads sends 67% as much"),
     (exposed(PP, **{**STAGES, "micro_batch_size": 4}), "--micro-batch-size 2 gives more"),
-    (exposed(PP, **STAGES), "--schedule zb-v runs two"),
-    (exposed(PP, **STAGES, schedule="zb-v", chunks=2), "--pp-split moves layers"),
+    (exposed(PP, **STAGES), "--schedule interleaved runs two"),
+    (exposed(PP, **STAGES, schedule="interleaved", chunks=2), "--pp-split moves layers"),
     (exposed(GATHER, zero_stage=3), "--zero 2 keeps them whole, for 249 MB more a rank"),
     (exposed(GATHER, zero_stage=2), "wait for updated weights: --zero 0 keeps"),
     (exposed(REDUCE, grad_accum_steps=4, accumulate="shard"), "--accumulate full sends their sum"),

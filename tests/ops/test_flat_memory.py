@@ -554,8 +554,6 @@ REFUSALS += [
 
 # Blockwise codes
 
-BITS = {8: 127.0, 4: 7.0}  # the largest code
-
 
 def seeds(*numbers):
     """Rounding to nearest, and at random, which the composed path does not do."""
@@ -575,20 +573,12 @@ def placed(x, device, offset):
     return torch.empty(offset + x.numel(), dtype=x.dtype, device=device)[offset:].copy_(x)
 
 
-def check(x, bits, device, *, block=256, seed=None, first_index=0, error=None, offset=0):
-    """Op and oracle agree in codes, scales, error and values. error is x: the values are replaced
-    by what is lost, as an error of its own that was 0."""
-    kwargs = {"bits": bits, "block": block, "seed": seed, "first_index": first_index}
-    values, lost, want_error = placed(x, device, offset), None, None
-    if error is x:
-        lost, want_error = values, torch.zeros_like(x)
-    elif error is not None:
-        lost, want_error = placed(error, device, offset), error.clone()
-    codes, scales = quantize_blockwise(values, error=lost, **kwargs)
-    want, want_scales = ref.quantize_blockwise_ref(x.float(), error=want_error, **kwargs)
+def check(x, device, *, block=256, seed=None, first_index=0, offset=0):
+    """Op and oracle agree in codes, scales and values."""
+    kwargs = {"block": block, "seed": seed, "first_index": first_index}
+    codes, scales = quantize_blockwise(placed(x, device, offset), **kwargs)
+    want, want_scales = ref.quantize_blockwise_ref(x.float(), **kwargs)
     assert_same([codes, scales], [want, want_scales])
-    if error is not None:
-        assert_same(lost, want_error)
     codes = placed(codes, device, offset)
     for out_dtype in DTYPES:
         got = dequantize_blockwise(codes, scales, out_dtype=out_dtype, block=block)
@@ -596,24 +586,19 @@ def check(x, bits, device, *, block=256, seed=None, first_index=0, error=None, o
 
 
 @pytest.mark.slow
-@sweep("bits", BITS)
-def test_codes_match_the_oracle(bits, device):
+def test_codes_match_the_oracle(device):
     """Also where a warp holds no whole block, and of blocks that are tiny, huge or not finite."""
     for seed in seeds(5, 2**64 - 3):
         for n, block in ((0, 256), (1, 256), (255, 256), (257, 64), (1003, 256), (517, 16)):
-            for x_dtype, e_dtype in zip(DTYPES, (None, torch.float32, torch.bfloat16)):
-                error = None if e_dtype is None else torch.randn(n).to(e_dtype)
-                check(blocks(n, x_dtype), bits, device, block=block, seed=seed, error=error)
+            for dtype in DTYPES:
+                check(blocks(n, dtype), device, block=block, seed=seed)
         for exponent, block in ((-140, 32), (100, 512), (120, 4096)):
             x, at = blocks(9001, torch.bfloat16) * 2.0**exponent, 0 if seed is None else 2**33 + 7
-            check(x, bits, device, block=block, seed=seed, first_index=at)
-            error = (torch.randn(9001) * 2.0**exponent).bfloat16()
-            check(x, bits, device, block=block, seed=seed, error=error)
+            check(x, device, block=block, seed=seed, first_index=at)
         for dtype in DTYPES[:2]:
-            x = blocks(1003, dtype) + 0.0  # no -0, whose sign an error of 0 takes
+            x = blocks(1003, dtype)
             x[[300, 700]] = torch.tensor([torch.inf, BIG]).to(dtype)
-            for error in (torch.randn(1003).to(dtype), x):
-                check(x, bits, device, block=64, seed=seed, error=error)
+            check(x, device, block=64, seed=seed)
     if backend.choice == "torch":
         with pytest.raises(RuntimeError, match="FASTPAR_BACKEND=torch seed=1; unset"):
             quantize_blockwise(x, seed=1)
@@ -629,11 +614,10 @@ def test_every_code_decodes_as_torchs(dtype, device):
         assert_same(got, want.to(out_dtype))
 
 
-@sweep("bits", BITS)
 @pytest.mark.parametrize("device", ["cpp", "cuda"], indirect=True)
-def test_seeds_and_cuts(bits, device):
+def test_seeds_and_cuts(device):
     """Same seed, same bits; another seed, others; a cut at a multiple of the block changes none."""
-    x, kwargs = blocks(4000, torch.bfloat16, device), {"bits": bits, "block": 64, "seed": 9}
+    x, kwargs = blocks(4000, torch.bfloat16, device), {"block": 64, "seed": 9}
     whole = quantize_blockwise(x, first_index=128, **kwargs)
     for cut in (64, 1280, 3968):
         left = quantize_blockwise(x[:cut], first_index=128, **kwargs)
@@ -647,35 +631,27 @@ def test_seeds_and_cuts(bits, device):
     assert all((codes != first).float().mean() > 0.2 for codes in others)
 
 
-@sweep("bits", BITS)
-def test_what_is_not_finite_does_not_vanish(bits, device):
+def test_what_is_not_finite_does_not_vanish(device):
     for seed in seeds(3):
-        kwargs = {"bits": bits, "block": 64, "seed": seed}
+        kwargs = {"block": 64, "seed": seed}
         x = torch.randn(5 * 64, device=device)
         clean, clean_scales = quantize_blockwise(x, **kwargs)
-        x[70], x[140], x[141], x[200] = torch.inf, -torch.inf, torch.nan, BIG
-        error = torch.full((5 * 64,), 0.25, device=device)
-        error[200] = BIG  # x + error overflows
-        codes, scales = quantize_blockwise(x, error=error, **kwargs)
+        x[70], x[140], x[141], x[200] = torch.inf, -torch.inf, torch.nan, torch.inf
+        codes, scales = quantize_blockwise(x, **kwargs)
         assert str(scales[1:4].tolist()) == "[inf, nan, inf]"
         values = dequantize_blockwise(codes, scales, block=64).view(5, 64)
         assert values.isnan().all(1).tolist() == [False, True, True, True, False]
         assert values[[0, 4]].isfinite().all()
         assert not codes.view(5, 64)[1:4].any()
-        assert (error.view(5, 64)[1:3] == 0.25).all()  # as it was
-        assert error[200] == BIG
-        assert (error.view(5, 64)[[0, 4]] != 0.25).any()
-        codes, scales = quantize_blockwise(x, **kwargs)
         rest = [0, 4]  # does not suffer
         assert_same(codes.view(5, 64)[rest], clean.view(5, 64)[rest])
         assert_same(scales[rest], clean_scales[rest])
 
 
 def test_codes_of_every_offset_shape_and_stride(device):
-    """Offsets 0..63 bytes of x and error, codes that start anywhere."""
+    """Offsets 0..63 bytes of x, codes that start anywhere."""
     for offset in range(16):
-        x, error = torch.randn(2, 64 + 7 * offset)
-        check(x, 8, device, block=32, seed=seeds(1)[-1], error=error, offset=offset)
+        check(torch.randn(64 + 7 * offset), device, block=32, seed=seeds(1)[-1], offset=offset)
     x = torch.randn(30, 20, device=device)
     codes, scales = quantize_blockwise(x.t(), block=64)
     assert (codes.shape, scales.shape) == ((20, 30), (10,))
@@ -685,26 +661,23 @@ def test_codes_of_every_offset_shape_and_stride(device):
     assert dequantize_blockwise(*quantize_blockwise(torch.tensor(3.0, device=device))).item() == 3.0
 
 
-@sweep("bits", BITS)
-def test_codes_at_the_edges(bits, device):
+def test_codes_at_the_edges(device):
     """Zeros, blocks below the least scale, the largest numbers, numbers that are codes."""
     for seed in seeds(3):
         x = torch.tensor([0.0, -0.0], device=device)
-        assert not any(t.any() for t in quantize_blockwise(x, bits=bits, seed=seed))
+        assert not any(t.any() for t in quantize_blockwise(x, seed=seed))
         x = torch.full((64,), 2.0**-149, device=device)
-        x[0], error = 2.0**-126, torch.zeros(64, device=device)
-        codes, scales = quantize_blockwise(x, bits=bits, block=64, seed=seed, error=error)
+        x[0] = 2.0**-126
+        codes, scales = quantize_blockwise(x, block=64, seed=seed)
         assert scales.item() == 2.0**-126
-        values = dequantize_blockwise(codes, scales, block=64)
-        assert values[0] == 2.0**-126
-        assert torch.equal(values + error, x)  # what is lost is kept
+        assert dequantize_blockwise(codes, scales, block=64)[0] == 2.0**-126
         for top in (BIG, BIG * (1 - 2**-20), 3e38):
             x = torch.tensor([top, -top, 1.0, BIG / 2], device=device)
-            values = dequantize_blockwise(*quantize_blockwise(x, bits=bits, seed=seed))
+            values = dequantize_blockwise(*quantize_blockwise(x, seed=seed))
             assert values.isfinite().all()
             torch.testing.assert_close(values[0].item(), top, rtol=2.0**-20, atol=0)
-        x = torch.arange(-BITS[bits], BITS[bits] + 1, device=device) * 2.0**-20
-        assert torch.equal(dequantize_blockwise(*quantize_blockwise(x, bits=bits, seed=seed)), x)
+        x = torch.arange(-127, 128, device=device) * 2.0**-20
+        assert torch.equal(dequantize_blockwise(*quantize_blockwise(x, seed=seed)), x)
 
 
 WIDE = torch.ones(300)
@@ -718,11 +691,6 @@ REFUSALS += [
     (r"expected 0 <= seed < 2\*\*64, got seed=-1", TO, (WIDE,), {"seed": -1}),
     ("got seed=18446744073709551616", TO, (WIDE,), {"seed": 2**64}),
     ("got first_index=-1", TO, (WIDE,), {"first_index": -1}),
-    (r"error of shape \[300\] .* got error=\[2\]", TO, (WIDE,), {"error": WIDE[:2]}),
-    ("got error=.* torch.float16", TO, (WIDE,), {"error": WIDE.half()}),
-    ("on cpu, got error=.* on meta", TO, (WIDE,), {"error": WIDE.to("meta")}),
-    (r"got error=.* stride=\(2,\)", TO, (WIDE,), {"error": torch.zeros(600)[::2]}),
-    ("expected bits=8 or 4, got bits=2", TO, (WIDE,), {"bits": 2}),
     ("got codes=torch.float32 out", FROM, (WIDE, OF_Q), {}),
     ("out_dtype=torch.float64", FROM, (Q, OF_Q), {"out_dtype": torch.float64}),
     (r"2 fp32 scales .* got scales=\[1\]", FROM, (Q, OF_Q[:1]), {}),
@@ -767,12 +735,9 @@ def norms(device):
 
 def codes(device):
     found = []
-    for bits in (8, 4):
-        for seed in (None, 8):
-            error = rand(LONG[0], device=device)
-            x = rand(LONG[0], torch.bfloat16, device)
-            codes, scales = quantize_blockwise(x, bits=bits, seed=seed, error=error)
-            found += [codes, scales, error, dequantize_blockwise(codes, scales)]
+    for seed in (None, 8):
+        codes, scales = quantize_blockwise(rand(LONG[0], torch.bfloat16, device), seed=seed)
+        found += [codes, scales, dequantize_blockwise(codes, scales)]
     return found
 
 
@@ -808,7 +773,6 @@ def test_devices_give_the_same_bits(run, cuda_device, monkeypatch):
     lambda p: unpack_([p], torch.ones(5)),
     lambda p: accumulate_([p], [torch.ones(5)]),
     lambda p: sum_shards(torch.ones(2, 5), p),
-    lambda p: quantize_blockwise(torch.ones(5), error=p),
     lambda p: adamw_step_([p], [torch.ones(5)], [torch.zeros(5)], [torch.zeros(5)], HYPER),
 ])  # fmt: skip
 def test_autograd_notices_the_change_and_inference_mode_has_none(write):

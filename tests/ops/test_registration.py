@@ -95,11 +95,10 @@ def by_hand(device: str) -> dict[str, list[Program]]:
         norms = *kernels.global_norm(tensors, max_norm=1.0), *norm_from_bins(bins, max_norm=1.0)
         return packed, *norms
 
-    def coded(x, error):
+    def coded(x):
         seed = None if backend.choice == "torch" else 1
-        codes, scales = kernels.quantize_blockwise(x, seed=seed, error=error, bits=4)
+        codes, scales = kernels.quantize_blockwise(x, seed=seed)
         kernels.quantize_blockwise(x, block=32)
-        kernels.quantize_blockwise(error, error=error)  # the error where the values were
         return kernels.dequantize_blockwise(codes, scales, out_dtype=BF16) * 2
 
     def stepped(scale, p, g, m, v):
@@ -128,7 +127,7 @@ def by_hand(device: str) -> dict[str, list[Program]]:
         "embedded": [(embedded, [leaf(5, 4), leaf(3, 4), torch.ones(5, 4, device=device)])],
         "head": [(head, [leaf(30, 16), leaf(100, 16), torch.zeros(100, 16, device=device)])],
         "flat": [(flat, [half, torch.empty(7), torch.randn(3), torch.randn(2, 2)])],
-        "codes": [(coded, [torch.randn(700), torch.randn(700)])],
+        "codes": [(coded, [torch.randn(700)])],
         "product": [(lambda *t: _linear(*t) * 2, [leaf(5, 12), leaf(7, 12), leaf(7)])],
         "routed": [(routed, [leaf(8, 3), leaf(8, 6)])],
         "adamw": [(stepped, [half, *(torch.rand(40) for _ in "pgmv")])],

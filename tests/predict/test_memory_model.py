@@ -299,20 +299,20 @@ MICRO_BATCHES = {"micro_batch_size": 2, "grad_accum_steps": 8}
 PIPELINES = [
     # ranks, stage, schedule, vocabulary, dropout, recomputation, experts
     (2, 0, "1f1b", 4096, 0.0),
-    (2, 0, "zb-v", 512, 0.1),
+    (2, 0, "interleaved", 512, 0.1),
     (2, 0, "gpipe", 4096, 0.0),
     (2, 0, "interleaved", 4096, 0.0, "full"),
-    (2, 0, "zb-h1", 4096, 0.1, "selective"),
+    (2, 0, "1f1b", 4096, 0.1, "selective"),
     (4, 0, "interleaved", 512, 0.1),
     (4, 3, "1f1b", 4096, 0.0),
     (4, 1, "interleaved", 512, 0.0),
-    (4, 2, "zb-h1", 512, 0.0, "full"),
-    (4, 3, "zb-v", 512, 0.0),
+    (4, 2, "1f1b", 512, 0.0, "full"),
+    (4, 3, "interleaved", 512, 0.0),
 ]
 
 
 def of_pipeline(ranks, stage, schedule, vocab, dropout, mode="none"):
-    pp, chunks = ranks // 2 if stage else ranks, 1 + (schedule in ("interleaved", "zb-v"))
+    pp, chunks = ranks // 2 if stage else ranks, 1 + (schedule == "interleaved")
     how = {"schedule": schedule, "chunks": chunks, "activation_checkpointing": mode}
     s = setup(world_size=ranks, pp=pp, zero_stage=stage, **MICRO_BATCHES, **how)
     return workload(n_layer=8, vocab=vocab, dropout=dropout, batch=16 * ranks // pp), s

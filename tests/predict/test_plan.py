@@ -178,14 +178,14 @@ def test_the_smallest_changes_that_make_something_fit():
     assert found[-1] == "--gpu h200"
     found = changes(workload, template, 1e8, 2)
     assert not [way for way in found if way.startswith("--gpu ")]
-    assert "--optimizer adamw with --offload" not in found
+    assert "--optimizer adamw" not in found
     long = Workload(GPTConfig.preset("gpt2-xl", block_size=65536), 1)
     # 94 inputs of 65,536 * 1,600 numbers of 16 bits, 18 bytes each of 1.66e9 parameters.
     flags = "fastpar train --activation-checkpointing full --offload-activations"
     for device in ("cuda", "cpu"):
         # XL with Muon takes more than 24 GB; AdamW's state may leave the device.
         found = changes(workload, Setup(optimizer="muon", device_type=device), 20.5e9)
-        assert ("--optimizer adamw with --offload" in found) == (device == "cuda")
+        assert ("--optimizer adamw" in found) == (device == "cuda")
         assert not any("--moment-dtype" in way for way in found)  # which Muon has not
         found = changes(long, Setup(device_type=device), 20e9)
         assert (f"{flags}, with 49.6 GB of host memory per rank" in found) == (device == "cuda")
@@ -236,8 +236,9 @@ def test_what_is_printed_and_stored(capsys, tmp_path):
         assert all(row["fits"] == (row["memory_bytes"]["total"] <= limit) for row in rows)
         times = [row["time"]["step_s"] for row in rows if row["fits"]]
         assert times[1:] == sorted(times[1:])
-        for words in ("124,475,904 parameters", "2 x ", "why not"):
+        for words in ("124,475,904 parameters", "2 x "):
             assert words in out
+        assert ("why not the others" in out) == (pp == 1)  # of which there are none
         assert ("--pp 2" in out.splitlines()[-1]) == (pp == 2)
     out = run(capsys, "--gpu list")
     assert all(name in out for name in ("v100", "h100", "4090", "cpu", "ib-ndr"))

@@ -200,11 +200,11 @@ def test_the_slowest_stage_and_messages_are_in_the_bubble():
     assert uneven.bubble_s > equal.bubble_s + 60 * 24  # a further layer, each micro-batch
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_more_micro_batches_are_predicted_from_fewer(schedule):
-    p, m, v = 4, 131, 2 if schedule in ("interleaved", "zb-v") else 1
+    p, m, v = 4, 131, 2 if schedule == "interleaved" else 1
     each = tuple(1.0 + 0.3 * (stage == p * v - 1) for stage in range(p * v))
-    costs = Costs(each, tuple(1.2 * x for x in each), each)
+    costs = Costs(each, tuple(2.2 * x for x in each))
     whole, _ = simulated(schedule, p, m, v, costs, 0.01)
     found = makespan_of(schedule, p, m, v, costs, 0.01)
     assert found == pytest.approx(whole, rel=0.01)

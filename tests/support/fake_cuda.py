@@ -176,7 +176,7 @@ def build(folder: Path) -> None:
     )
     include = (root / "include", root / "include/torch/csrc/api/include")
     subprocess.run(
-        ["c++", "-std=c++20", "-O0", *shared, *(f"-isystem{path}" for path in include),
+        ["c++", "-std=c++20", "-O1", *shared, *(f"-isystem{path}" for path in include),
         HERE / "fake_cuda_device.cpp", f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}",
         "-ltorch", "-ltorch_cpu", "-lc10", "-o", device],
         check=True,

@@ -119,7 +119,7 @@ Tensor on_cpu(const Tensor& x) {
 Tensor on_cuda(const Tensor& x) {
   Tensor to =
       at::detail::empty_strided_generic(x.sizes(), x.strides(), &arena, kCuda, x.scalar_type());
-  if (x.numel()) std::memcpy(to.mutable_data_ptr(), x.const_data_ptr(), x.storage().nbytes());
+  if (x.numel()) std::memcpy(to.mutable_data_ptr(), x.const_data_ptr(), to.storage().nbytes());
   return to;
 }
 

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import threading
 import warnings
 from contextlib import contextmanager
 
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from nanogpt_cells import NanoGPT
 
 import fastpar
-from fastpar.settings.model import GPTConfig
 
 # Head dims 40 and 8; odd vocabularies and lengths.
 SIZES = {
@@ -44,7 +42,7 @@ def nano(**options):
     return random_weights(NanoGPT(**options))
 
 
-class LossGPT(NanoGPT):
+class GPT(NanoGPT):
     """nanoGPT's forward, which gives the loss too."""
 
     def loss(self, logits, targets):
@@ -58,17 +56,6 @@ class LossGPT(NanoGPT):
             return self.lm_head(x[:, [-1], :]), None
         logits = self.lm_head(x)
         return logits, self.loss(logits, targets)
-
-
-def stock_bench_model(p=0.0):
-    from bench.peers import stock
-
-    config = GPTConfig(n_layer=2, n_head=3, n_embd=24, block_size=32, vocab_size=67, dropout=p)
-    # A single number's error in fp32, the loss's, is a poor yardstick: other weights each time,
-    # with those that other tests left the generator with, would miss it in 6 of 25 cases.
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        return random_weights(stock.GPT(config))
 
 
 MODELS = {
@@ -128,20 +115,3 @@ def assert_same_state(model, before):
     after = state_of(model)
     assert [row[:2] for row in after] == [row[:2] for row in before]
     assert all(torch.equal(a[2], b[2]) for a, b in zip(after, before))
-
-
-@contextmanager
-def another_thread_that_draws():
-    stop = threading.Event()
-
-    def draw():
-        while not stop.wait(1e-5):
-            torch.rand(1)
-
-    thread = threading.Thread(target=draw)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()

@@ -45,7 +45,7 @@ def write(path, model=None, args=ARGS, **more):
     return path
 
 
-class Norm(nn.Module):
+class LayerNorm(nn.Module):
     """LayerNorm whose bias can be left out."""
 
     def __init__(self, width=24, bias=True):
@@ -57,7 +57,7 @@ class Norm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
 
 
-class SelfAttention(nn.Module):
+class CausalSelfAttention(nn.Module):
     """The fused projection, heads, both dropouts; with or without torch's fused attention."""
 
     def __init__(self, width=24, heads=3, p=0.0, bias=True, flash=True):
@@ -88,7 +88,7 @@ class SelfAttention(nn.Module):
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(x.shape)))
 
 
-class FeedForward(nn.Module):
+class MLP(nn.Module):
     def __init__(self, width=24, p=0.0, bias=True, approximate="none"):
         super().__init__()
         self.c_fc = nn.Linear(width, 4 * width, bias=bias)
@@ -100,13 +100,13 @@ class FeedForward(nn.Module):
         return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
 
 
-class Layer(nn.Module):
+class Block(nn.Module):
     def __init__(self, width=24, heads=3, p=0.0, bias=True, flash=True, approximate="none"):
         super().__init__()
-        self.ln_1 = Norm(width, bias)
-        self.attn = SelfAttention(width, heads, p, bias, flash)
-        self.ln_2 = Norm(width, bias)
-        self.mlp = FeedForward(width, p, bias, approximate)
+        self.ln_1 = LayerNorm(width, bias)
+        self.attn = CausalSelfAttention(width, heads, p, bias, flash)
+        self.ln_2 = LayerNorm(width, bias)
+        self.mlp = MLP(width, p, bias, approximate)
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
@@ -115,6 +115,8 @@ class Layer(nn.Module):
 
 class NanoGPT(nn.Module):
     """Its GPT, with logits of all tokens: transformer.{wte, wpe, drop, h, ln_f}, a tied lm_head."""
+
+    checkpointing = None  # or use_reentrant
 
     def __init__(
         self, vocab_size=67, n_embd=24, n_layer=2, n_head=3, block_size=64, bias=True,
@@ -127,13 +129,12 @@ class NanoGPT(nn.Module):
                 "wte": nn.Embedding(vocab_size, n_embd),
                 "wpe": nn.Embedding(block_size, n_embd),
                 "drop": nn.Dropout(dropout),
-                "h": nn.ModuleList(Layer(*of_layer) for _ in range(n_layer)),
-                "ln_f": Norm(n_embd, bias),
+                "h": nn.ModuleList(Block(*of_layer) for _ in range(n_layer)),
+                "ln_f": LayerNorm(n_embd, bias),
             }
         )
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
-        self.checkpointing = None  # or use_reentrant
 
     def hidden(self, idx):
         t = self.transformer

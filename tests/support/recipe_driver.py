@@ -6,6 +6,7 @@ import contextlib
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +138,11 @@ def check_parameters() -> None:
             args[:] = at, number, {"CAUSAL": draw.choice([True, False]), "num_warps": 4}
             hits = compare(args, lambda x: ops.activation(x, None, 0), [x])[1]
             assert hits == 1, (args, ops._recipes())
+    args[:] = ["odd", "odd", "none", "y"], [16] * 6 + [0.5, True], {"CAUSAL": True, "num_warps": 4}
+    whole = rows(512 * 512 + 16)
+    for offset in (0, 1, 2, 3, 4):  # a multiple of 16 bytes: x at 0 and 4, its odd part at 3
+        x = whole.as_strided((512, 512), (512, 1), offset)
+        assert compare(offset, lambda x: ops.activation(x, None, 0), [x])[1] == 1
     choice.forget_recipes()
     library._destroy()
 
@@ -358,6 +364,35 @@ def check_devices_and_threads() -> None:
     assert fake.get("direct") - before == 4 * 38 * 2
 
 
+def print_times() -> None:
+    """Least us of CPU time of a call, backward on the same thread."""
+    x, w, b = (fake.to(rows(*shape)).requires_grad_() for shape in ((8, 64), (64,), (64,)))
+    qkv = fake.to(rows(1, 1024, 3, 4, 64, dtype=torch.bfloat16)).requires_grad_()
+    calls: dict[str, tuple[Call, list[Tensor]]] = {
+        "layer_norm": (kernels.layer_norm, [x, w, b]),
+        "bias_gelu": (kernels.bias_gelu, [x, b]),
+        "attention": (kernels.attention_qkvpacked, [qkv]),
+    }
+
+    def least(call: Call, *args: Any) -> float:
+        found = []
+        for _ in range(20):
+            start = time.thread_time_ns()
+            for _ in range(50):
+                call(*args)
+            found.append((time.thread_time_ns() - start) / 50e3)
+        return min(found)
+
+    def both(fn: Call, inputs: list[Tensor], dy: Tensor) -> None:
+        torch.autograd.grad(fn(*inputs), inputs, dy)
+
+    with torch.autograd.set_multithreading_enabled(False):
+        for name, (fn, inputs) in calls.items():
+            dy = torch.empty_like(fn(*inputs))
+            forward, whole = least(fn, *inputs), least(both, fn, inputs, dy)
+            print(f"{name}: forward {forward:.1f} us, with backward {whole:.1f} us")
+
+
 check_every_case()
 check_parameters()
 check_shared_memory()
@@ -367,3 +402,4 @@ check_what_is_forgotten()
 check_what_is_refused()
 check_errors()
 check_devices_and_threads()
+print_times()

@@ -66,7 +66,7 @@ from fastpar.axes.tensor.vocabulary import vocab_embedding, vocab_linear_cross_e
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.wires import FORMATS, WireFormat
+from fastpar.comm.wires import FORMATS
 from fastpar.engine.debug import Debug
 from fastpar.engine.engine import engine_of
 from fastpar.engine.parallelize import parallelize
@@ -88,7 +88,7 @@ from fastpar.sharding.placements import Partial, Shard, State
 from fastpar.testing import run_ranks
 
 STEPS, V, C, HEADS, LAYERS = 3, 37, 16, 4, 2
-LOSSLESS = WireFormat("int8", torch.float32)
+LOSSLESS = replace(FORMATS["int8"], dtype=torch.float32, block=0)
 EVALUATION_STEP = 0
 OVERFLOW_STEP = 1  # fp16: the gradients of the last micro-batch are infinite
 READ_STEPS = (0, 2)  # engine.grads() makes sums along tp that a step would make itself

@@ -77,7 +77,7 @@ LAYOUTS = [
     ("dense", 2, {**Z1, "accumulate": "full"}),
     ("dense", 4, {**Z3, "shard_size": 2}),
     slow("dense", 2, {**Z3, "transport": "torch", **FULL}),
-    ("deep", 2, stages("zb-v", pp_split="0,1,1,1", zero_stage=3)),
+    ("deep", 2, stages("interleaved", pp_split="0,1,1,1", zero_stage=3)),
     slow("deep", 2, {"pp": 2, "on_nonfinite": "skip", "pp_split": "0,3"}),
     slow("deep, rounding", 2, {"pp": 2}),  # both copies of the tied table are rounded alike
     ("average, bf16", 2, Z3),
@@ -89,7 +89,7 @@ LAYOUTS = [
     ("fp8 delayed", 2, Z3),
     slow("fp8 delayed", 4, {**Z3, "pp": 2, "pp_split": "2,0"}),
     slow("documents", 2, {"pp": 2, **Z2}),
-    slow("documents", 2, stages("zb-v", zero_stage=3, **FULL)),
+    slow("documents", 2, stages("interleaved", zero_stage=3, **FULL)),
 ]
 
 
@@ -121,7 +121,7 @@ HOPS = {
     "rounding": (STORAGE[1], [(2, Z3), (1, {}), (2, Z2), (2, Z1)]),
     "pipelines": (
         {"n_layer": 3},
-        [(2, {"pp": 2}), (3, {"pp": 3}), (2, stages("interleaved")), (2, stages("zb-v", **Z3))],
+        [(2, {"pp": 2}), (3, {"pp": 3}), (2, stages("interleaved")), (2, stages("gpipe", **Z3))],
     ),
     "muon": (BASES["muon"], [(2, Z3), (1, {}), (2, {"pp": 2, **Z1}), (2, Z2)]),
     "experts": (EXPERTS, [(4, {"ep": 4, **Z2}), (2, {"ep": 2, **Z3}), (1, {})]),
@@ -133,7 +133,7 @@ HOPS = {
             (1, {}),
             (2, PARAMETERS),
             (2, {**OPTIMIZER, **Z2, "offload_keep_mb": 0.05}),
-            (2, {**OPTIMIZER, "pp": 2, "schedule": "zb-v", "offload_pinned": False}),
+            (2, {**OPTIMIZER, "pp": 2, "schedule": "interleaved", "offload_pinned": False}),
         ],
     ),
     "wsd": ({"lr_schedule": "wsd", "lr_decay_fraction": 0.75}, [(1, {}), (2, Z3), (2, {})]),

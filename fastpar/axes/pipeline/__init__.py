@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastpar.axes import Axis, Making
-from fastpar.axes.pipeline.schedules import Costs, cut, stage_of, time_of
+from fastpar.axes.pipeline.schedules import Costs, cut, time_of
 from fastpar.axes.pipeline.stages import cut_stages, make_stages
 from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.settings.mesh import divisors, pp_split
@@ -39,7 +39,7 @@ def parts_of(workload: Workload, setup: Setup) -> tuple[RankParts, ...]:
     if setup.pp == 1:
         return (RankParts((_layers(workload.shape),), True, True),)
     split = tuple(stage_layers(workload.shape, setup))
-    return _rank_parts(workload.shape, setup.schedule, setup.pp, setup.chunks, split)
+    return _rank_parts(workload.shape, setup.pp, setup.chunks, split)
 
 
 @functools.lru_cache(256)
@@ -49,12 +49,12 @@ def _layers(shape: GPTConfig) -> tuple[bool, ...]:
 
 @functools.lru_cache(4096)
 def _rank_parts(
-    shape: GPTConfig, schedule: str, pp: int, chunks: int, split: tuple[int, ...]
+    shape: GPTConfig, pp: int, chunks: int, split: tuple[int, ...]
 ) -> tuple[RankParts, ...]:
     layers, ends = _layers(shape), [0, *itertools.accumulate(split)]
     found, last = [], pp * chunks - 1
     for rank in range(pp):
-        mine = [stage_of(schedule, pp, rank, c) for c in range(chunks)]
+        mine = range(rank, pp * chunks, pp)
         chunk_layers = tuple(layers[ends[s] : ends[s + 1]] for s in mine)
         found.append(RankParts(chunk_layers, 0 in mine, last in mine))
     return tuple(found)
@@ -63,13 +63,7 @@ def _rank_parts(
 MOST_STAGES = 64
 
 
-SCHEDULES = (
-    ("1f1b", None),
-    ("interleaved", None),
-    ("interleaved", 4),
-    ("zb-h1", None),
-    ("zb-v", None),
-)
+SCHEDULES = (("1f1b", None), ("interleaved", None), ("interleaved", 4))
 
 
 def most_stages(workload: Workload) -> int:
@@ -93,8 +87,6 @@ class Pipelined(Axis):
         n_bytes = float(tokens * width * setup.weight_bytes) / t
         count = 2 * setup.grad_accum_steps * setup.chunks
         yield CommOp("send", "pp", n_bytes, setup.pp, stride, count, "schedule")
-        if setup.schedule == "zb-v":  # rank 0 has the first and the last stage
-            return
         table = float(vocabulary_rows(workload.shape, t) * width * setup.wire_bytes)
         yield CommOp("all_reduce", "pp", table, 2, stride * (setup.pp - 1), 1, "")
 
@@ -106,7 +98,8 @@ class Pipelined(Axis):
         split = known["pp_split"]
         ends = [0, *itertools.accumulate([split[0] + 1, *split[1:-1], split[-1] + 1])]
         flops = [sum(part_flops(shape)[a:b]) for a, b in itertools.pairwise(ends)]
-        makespan, _ = time_of(name, pp, m, len(split) // pp, Costs(flops, flops, flops), 0.0)
+        costs = Costs(flops, [2 * f for f in flops])
+        makespan, _ = time_of(name, pp, m, len(split) // pp, costs, 0.0)
         bubble = 1 - 3 * m * sum(flops) / (pp * makespan)
         waits = f"ranks wait {bubble:.0%} of a step, by the stages' FLOPs"
         stages = f"{' + '.join(map(str, split))} layers, {name} over {m} micro-batches: {waits}"

@@ -5,13 +5,9 @@ With p ranks, m micro-batches and v chunks of the model on each rank there are p
     gpipe        all forwards, then all backward passes
     1f1b         p - 1 - rank forwards ahead, then one forward and one backward alternately
     interleaved  1f1b over v chunks per rank (Narayanan et al. 2021): stage c p + rank is chunk c
-    zb-h1        1f1b with split backward (Qi et al. 2023): weight gradients fill the bubble at the
-                 end; equally many micro-batches are held
-    zb-v         two chunks per rank in the shape of a V: rank 0 has the first and the last stage,
-                 so a tied table exists once (Qi et al. 2024)
 
-In every schedule the backward passes of a chunk, and its weight gradients, are in the order of the
-micro-batches: sums over them are those of one process.
+In every schedule the backward passes of a chunk are in the order of the micro-batches: sums over
+them are those of one process.
 
 Simulation shows a schedule's cost, and whether it can run at all: time_of(), held_of(). cut() says
 where to cut a model: cut([embedding, layer, ..., layer, head], 4) -> layers on each stage, so that
@@ -37,8 +33,6 @@ class Kind(enum.Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    INPUT_GRADIENT = "I"
-    WEIGHT_GRADIENT = "W"
 
 
 class Op(NamedTuple):
@@ -69,32 +63,17 @@ class Schedule(NamedTuple):
         """Number of chunks of all ranks."""
         return self.ranks * self.chunks
 
-    @property
-    def splits_backward(self) -> bool:
-        """Whether weight gradients are separate operations."""
-        return self.name in SPLIT
-
     def stage_of(self, rank: int, chunk: int) -> int:
         """The stage of a rank's chunk."""
-        return stage_of(self.name, self.ranks, rank, chunk)
+        return chunk * self.ranks + rank
 
     def owner(self, stage: int) -> tuple[int, int]:
         """(rank, chunk) of a stage; the inverse of stage_of."""
         chunk, rank = divmod(stage, self.ranks)
-        return (self.ranks - 1 - rank if _in_v(self.name) and chunk % 2 else rank), chunk
+        return rank, chunk
 
 
-def stage_of(name: str, ranks: int, rank: int, chunk: int) -> int:
-    """See Schedule.stage_of."""
-    back = _in_v(name) and chunk % 2
-    return chunk * ranks + (ranks - 1 - rank if back else rank)
-
-
-def _in_v(name: str) -> bool:
-    return name == "zb-v"
-
-
-F, B, I, W = Kind  # noqa: E741
+F, B = Kind
 
 
 def _gpipe(p: int, m: int, v: int, rank: int) -> Iterator[Op]:
@@ -122,49 +101,12 @@ def _interleaved(p: int, m: int, v: int, rank: int) -> Iterator[Op]:
     yield from (op for op in ops if op.micro < m)
 
 
-def _zb_h1(p: int, m: int, v: int, rank: int) -> Iterator[Op]:
-    done = weights = 0
-    for op in _interleaved(p, m, 1, rank):
-        yield op if op.kind is F else Op(I, 0, op.micro)
-        done += op.kind is B
-        if done - weights > rank:
-            yield Op(W, 0, weights)
-            weights += 1
-    yield from (Op(W, 0, i) for i in range(weights, m))
-
-
-def _zb_v(p: int, m: int, v: int, rank: int) -> Iterator[Op]:
-    """For m >= 2 p - 1; for fewer micro-batches, operations of the missing ones are omitted."""
-    most, count = max(m, 2 * p - 1), {(kind, c): 0 for kind in Kind for c in (0, 1)}
-
-    def do(*what: tuple[Kind, int]) -> Iterator[Op]:
-        for kind, c in what:
-            micro, count[kind, c] = count[kind, c], count[kind, c] + 1
-            if micro < m:
-                yield Op(kind, c, micro)
-
-    behind = p - rank
-    yield from do(*[(F, 0)] * (2 * behind - 1))
-    yield from do(*[(F, 1), (F, 0)] * rank)
-    yield from do(*[(F, 1), (I, 1), (W, 1)] * behind)
-    while count[F, 1] < most:
-        forward = [(F, 0)] * (count[F, 0] < most)
-        yield from do(*forward, (I, 0), (W, 0), (F, 1), (I, 1), (W, 1))
-    yield from do(*[(I, 0), (I, 1)] * rank)
-    yield from do(*[(I, 0), (W, 0)] * behind)
-    for c in (1, 0):
-        yield from do(*[(W, c)] * (most - count[W, c]))
-
-
 Rule = Callable[[int, int, int, int], Iterator[Op]]
 RULES: dict[str, Rule] = {
     "gpipe": _gpipe,
     "1f1b": lambda p, m, v, rank: _interleaved(p, m, 1, rank),
     "interleaved": _interleaved,
-    "zb-h1": _zb_h1,
-    "zb-v": _zb_v,
 }
-SPLIT = ("zb-h1", "zb-v")
 
 
 def check_name(name: str, *, caller: str) -> None:
@@ -213,15 +155,12 @@ def make_schedule(
 # further one costs the work of the busiest rank.
 ENOUGH = 2
 
-FINISHES = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)  # after it a micro-batch is not held any more
-
 
 class Costs(NamedTuple):
     """Seconds of one micro-batch on each stage; see time_of()."""
 
     forward: Sequence[float]
-    input_gradient: Sequence[float]
-    weight_gradient: Sequence[float]
+    backward: Sequence[float]
 
 
 def needs(schedule: Schedule, rank: int, op: Op) -> list[tuple[int, Op]]:
@@ -234,8 +173,6 @@ def needs(schedule: Schedule, rank: int, op: Op) -> list[tuple[int, Op]]:
 
     if op.kind is Kind.FORWARD:
         return [of(stage - 1, Kind.FORWARD)] if stage else []
-    if op.kind is Kind.WEIGHT_GRADIENT:
-        return [of(stage, Kind.INPUT_GRADIENT)]
     behind = [of(stage + 1, op.kind)] if stage + 1 < schedule.stages else []
     return [of(stage, Kind.FORWARD), *behind]
 
@@ -289,12 +226,7 @@ def time_of(
     Args:
         message: seconds of a message between two ranks, during which both can work.
     """
-    seconds = {
-        Kind.FORWARD: costs.forward,
-        Kind.INPUT_GRADIENT: costs.input_gradient,
-        Kind.WEIGHT_GRADIENT: costs.weight_gradient,
-        Kind.BACKWARD: [a + b for a, b in zip(costs.input_gradient, costs.weight_gradient)],
-    }
+    seconds = {Kind.FORWARD: costs.forward, Kind.BACKWARD: costs.backward}
     now, busy, ends = [0.0] * ranks, [0.0] * ranks, list[float]()
     for rank, kind, stage, after in _steps(name, ranks, micro_batches, chunks):
         start = now[rank]
@@ -313,16 +245,15 @@ class Held(NamedTuple):
 
     Attributes:
         chunk: of the backward.
-        held: micro-batches of each chunk; waiting: those of them that wait for W.
+        held: micro-batches of each chunk.
     """
 
     chunk: int
     held: tuple[int, ...]
-    waiting: tuple[int, ...]
 
     def within(self, other: Held) -> bool:
         """Whether another moment with a backward of this chunk holds more, and nothing less."""
-        less = map(operator.le, self.held + self.waiting, other.held + other.waiting)
+        less = map(operator.le, self.held, other.held)
         return self != other and self.chunk == other.chunk and all(less)
 
 
@@ -336,15 +267,13 @@ def held_of(schedule: str, pp: int, micro_batches: int, chunks: int) -> list[lis
 
 
 def _most_held(ops: Sequence[Op], chunks: int) -> list[Held]:
-    held, waiting, found = [0] * chunks, [0] * chunks, dict[Held, None]()
+    held, found = [0] * chunks, dict[Held, None]()
     for op in ops:
-        held[op.chunk] += op.kind is Kind.FORWARD
-        waiting[op.chunk] += op.kind is Kind.INPUT_GRADIENT
-        if op.kind is not Kind.FORWARD:
-            found[Held(op.chunk, tuple(held), tuple(waiting))] = None
-        waiting[op.chunk] -= op.kind is Kind.WEIGHT_GRADIENT
-        held[op.chunk] -= op.kind in FINISHES
-
+        if op.kind is Kind.FORWARD:
+            held[op.chunk] += 1
+        else:
+            found[Held(op.chunk, tuple(held))] = None
+            held[op.chunk] -= 1
     return [a for a in found if not any(a.within(b) for b in found)]
 
 

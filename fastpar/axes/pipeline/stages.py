@@ -9,8 +9,7 @@ schedule's name decides which (schedules.py).
 A table on two stages: a module that the first and the last part name, GPT-2's tied table, is on
 both stages. It has its own bucket, with the same layout on both, and PartialGradients sums both
 gradients once a step. In deterministic mode the last stage sends each micro-batch's gradient to the
-first, which adds it to its own first: the order of one process (test_same_run). In zb-v one rank
-has both stages, and one table.
+first, which adds it to its own first: the order of one process (test_same_run).
 
 Messages to a higher rank and to a lower one have separate process groups, for activations and for
 gradients: on NCCL two ranks that send to each other in one group would wait forever, and messages

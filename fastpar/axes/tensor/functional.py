@@ -40,7 +40,6 @@ from torch import Tensor
 from fastpar.comm.collectives import Collectives, Handle
 from fastpar.kernels import Fp8, linear
 from fastpar.kernels.linear import matmul
-from fastpar.kernels.linear.weight_gradients import queue_for
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 from fastpar.sharding.placements import Partial, Replicate, State
 
@@ -336,35 +335,22 @@ _LINEAR_BWD = f"(Tensor dy, Tensor x, Tensor weight, {_NEEDED}) -> (Tensor, Tens
 
 def _setup_context(ctx, inputs, output):
     x, weight, bias, ctx.number = inputs
-    ctx.queue, ctx.weight = queue_for(weight), weight
     ctx.save_for_backward(x, weight)
     ctx.need_dbias = bias is not None and ctx.needs_input_grad[2]
 
 
-def _backward_of(op: Any, name: str, split: int) -> Any:
-    """split: with sequence parallelism dy (0), or x (1), has this rank's tokens only."""
-
+def _backward_of(op: Any, name: str) -> Any:
     def backward(ctx, dy):
         refuse_double_backward(name)
         x, weight = ctx.saved_tensors
-        at_once = ctx.needs_input_grad[1] and ctx.queue is None
-        needed = (ctx.needs_input_grad[0], at_once, ctx.need_dbias)
+        needed = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.need_dbias)
         grads = op(dy, x, weight, *needed, ctx.number)
-        if ctx.queue is not None:
-            tp, factors = handle_of(ctx.number), [dy, x]
-
-            def compute(out: Tensor | None) -> Tensor:
-                if tp.sequence_parallel:
-                    factors[split] = tp.all_gather(factors[split], -2)
-                return matmul(rows_of(factors[0]).t(), rows_of(factors[1]), out=out)
-
-            ctx.queue.later(ctx.weight, compute)
         return *(grad if need else None for grad, need in zip(grads, needed)), None
 
     return backward
 
 
-def define_linear(name: str, fwd: Any, bwd: Any, fake: Any, split: int = 0) -> Any:
+def define_linear(name: str, fwd: Any, bwd: Any, fake: Any) -> Any:
     """Define an op of x, weight, bias and a number; fwd, bwd and fake get the number's
     TensorParallel as first argument."""
 
@@ -378,11 +364,11 @@ def define_linear(name: str, fwd: Any, bwd: Any, fake: Any, split: int = 0) -> A
         _DEVICES,
     )
     bwd_op = define_op(f"{name}_bwd{_LINEAR_BWD}", run_bwd, _bwd_fake, _DEVICES)
-    define_autograd(op, _setup_context, _backward_of(bwd_op, name, split))
+    define_autograd(op, _setup_context, _backward_of(bwd_op, name))
     return op
 
 
-_column = define_linear("column_linear", column_linear_fwd, column_linear_bwd, _column_fake, 1)
+_column = define_linear("column_linear", column_linear_fwd, column_linear_bwd, _column_fake)
 _row = define_linear("row_linear", row_linear_fwd, row_linear_bwd, _row_fake)
 
 
