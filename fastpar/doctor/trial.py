@@ -137,21 +137,6 @@ def clock_for(device: str) -> CpuClock | CudaClock:
     return CudaClock() if device == "cuda" else CpuClock()
 
 
-def synchronize(device: str) -> None:
-    """Waits until the device has finished all queued work."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def stopwatch(call: Call, device: str) -> tuple[float, Any]:
-    """(wall ms, result) of one call including the device's work; for whole training steps."""
-    synchronize(device)
-    start = time.perf_counter()
-    result = call()
-    synchronize(device)
-    return (time.perf_counter() - start) * 1e3, result
-
-
 def interleave(
     variants: Mapping[str, Sequence[Call]],
     clock: Any,
