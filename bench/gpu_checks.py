@@ -43,7 +43,7 @@ from torch import Tensor
 
 import fastpar
 from bench.gpu_cells import AT_ONCE, CELLS, GOOD, LIMIT_S, RUN, Cell, Runner, cell, note
-from bench.harness import Bench, synchronize
+from bench.harness import Bench
 from bench.records import RESULTS, ROOT, ResultFile, Row, commit, homes, machine
 from bench.systems import bench_train
 from bench.systems.bench_train import Spec, Variant
@@ -52,7 +52,7 @@ from fastpar.doctor import doctor
 from fastpar.doctor.report import row as proof_line
 from fastpar.doctor.sources import digest_of
 from fastpar.doctor.table import VERSION, environment, row_of
-from fastpar.doctor.trial import clock_for, compile_launch, launches_of, warm
+from fastpar.doctor.trial import clock_for, compile_launch, launches_of, synchronize, warm
 from fastpar.files.runs import list_checkpoints
 from fastpar.kernels import backend
 from fastpar.kernels.attention import peers as attention_peers

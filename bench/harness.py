@@ -21,7 +21,7 @@ from torch._functorch import config as functorch_config
 
 from bench.records import ResultFile, Row
 from fastpar.comm.ranks import reason
-from fastpar.doctor.trial import Call, Timing, clock_for, interleave
+from fastpar.doctor.trial import Call, Timing, clock_for, interleave, synchronize
 from fastpar.predict.machine import Ceilings, measure_ceilings
 from fastpar.testing import assert_matches_oracle
 
@@ -30,12 +30,6 @@ Calls = Mapping[str, Sequence[Call]]
 # A peer must compute the same function; how well it rounds is not ours to judge. Sums over
 # thousands of rows one after another, as torch.compile writes them on a CPU, lose an fp32 digit.
 PEER_FACTOR = {torch.float32: 64.0, torch.bfloat16: 8.0}
-
-
-def synchronize(device: str) -> None:
-    """Waits until the device has finished all queued work."""
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def stopwatch(call: Call, device: str) -> tuple[float, Any]:

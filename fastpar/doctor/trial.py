@@ -137,6 +137,12 @@ def clock_for(device: str) -> CpuClock | CudaClock:
     return CudaClock() if device == "cuda" else CpuClock()
 
 
+def synchronize(device: str) -> None:
+    """Waits until the device has finished all queued work."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def interleave(
     variants: Mapping[str, Sequence[Call]],
     clock: Any,
