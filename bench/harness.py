@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,15 @@ Calls = Mapping[str, Sequence[Call]]
 # A peer must compute the same function; how well it rounds is not ours to judge. Sums over
 # thousands of rows one after another, as torch.compile writes them on a CPU, lose an fp32 digit.
 PEER_FACTOR = {torch.float32: 64.0, torch.bfloat16: 8.0}
+
+
+def stopwatch(call: Call, device: str) -> tuple[float, Any]:
+    """(wall ms, result) of one call including the device's work; for whole training steps."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = call()
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e3, result
 
 
 @dataclass

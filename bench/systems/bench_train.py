@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.harness import Bench
+from bench.harness import Bench, stopwatch
 from bench.peers import stock
 from bench.peers.contenders import update_error
 from bench.records import Row
@@ -34,7 +34,7 @@ from bench.systems.steps import Log, Turns, batch, judge_error, row_of, start
 from fastpar.comm.host import memory_mb
 from fastpar.comm.mesh import Mesh
 from fastpar.data.batches import eval_batches, load_data, sample_batch
-from fastpar.doctor.trial import interleave, stopwatch
+from fastpar.doctor.trial import interleave
 from fastpar.engine.engine import engine_of
 from fastpar.engine.parallelize import parallelize
 from fastpar.kernels import keep_freed_memory

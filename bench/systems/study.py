@@ -42,11 +42,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.harness import stopwatch
 from bench.records import RESULTS, commit, machine, parser_of
 from fastpar import GPT, AdamW, Mesh, Muon, Outer, engine_of, muon_groups, parallelize
 from fastpar.axes.step import Setup, Workload
 from fastpar.data.sources import TextSource, open_source
-from fastpar.doctor.trial import stopwatch
 from fastpar.models.gpt import use_fp8
 from fastpar.predict.time import comm_ops_of
 from fastpar.settings.config import TrainConfig

@@ -143,15 +143,6 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def stopwatch(call: Call, device: str) -> tuple[float, Any]:
-    """(wall ms, result) of one call including the device's work; for whole training steps."""
-    synchronize(device)
-    start = time.perf_counter()
-    result = call()
-    synchronize(device)
-    return (time.perf_counter() - start) * 1e3, result
-
-
 def interleave(
     variants: Mapping[str, Sequence[Call]],
     clock: Any,

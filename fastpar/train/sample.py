@@ -211,8 +211,7 @@ def sample(
 
 def _row(row: int, stream: Iterator[Tensor], drawn: list[list[int]]) -> Iterator[int]:
     """Tokens of a row; those of the first one as the stream yields them."""
-    for tokens in drawn:
-        yield tokens[row]
+    yield from [tokens[row] for tokens in drawn]
     for tokens in stream:
         drawn.append(tokens.tolist())
         yield drawn[-1][row]
