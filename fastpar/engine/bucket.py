@@ -401,8 +401,7 @@ class BucketState:
         self._piece_views: tuple[Tensor | None, list] | None = None  # of reduced; of piece()
         self._aside = False
         self.marks = Marks(params, self.name, (rank, spec.n_shards))
-        self._version = -1  # of `grad`, when remember() was called
-        self._marked_version = -1  # of `grad`, when mark() was
+        self._version = -1  # of `grad` in remember(); _marked_version: in mark()
         self._zeroed = set(range(len(params)))  # positions without a gradient on any rank
         self.sources = None if sources is None else sources(self)
         if self.casts and not stage.shards:
@@ -695,6 +694,7 @@ class BucketState:
     def _set_grad(self, grad: Tensor | None) -> None:
         self.grad, self.grad_views = grad, []
         if grad is not None:
+            self._marked_version = grad._version
             parts = grad.split_with_sizes(self._sizes)
             self.grad_views = [part.view(shape) for part, shape in zip(parts[::2], self._shapes)]
 
@@ -906,7 +906,7 @@ class BucketState:
     @property
     def written_by_hand(self) -> bool:
         """Stage 0: whether p.grad was written since mark()."""
-        if self.stage.shards or self.reduced is None or self.grad is None:
+        if self.stage.shards or self.grad is None:
             return False
         return self.grad._version != self._marked_version
 
@@ -951,7 +951,7 @@ class BucketState:
             positions: only the gradients of these parameters.
         """
         positions = set(range(len(self.params))) if positions is None else positions
-        zero = set()
+        written, zero = self.written_by_hand, set()
         if not set_to_none:  # except gradients that were set to None by hand
             marks = self.marks
             zero = {i for i in positions if i not in marks or self.params[i].grad is not None}
@@ -961,6 +961,8 @@ class BucketState:
         self._forget(positions - zero)
         for position in zero:
             self._zero(position)
+        if self.grad is not None and not written:
+            self._marked_version = self.grad._version
         if self.zeroed:
             self.unreduced = self._reductions = None  # a tree of zeros would change later sums
 

@@ -236,7 +236,6 @@ class Engine:
         self.reducer.finish()
         if not self.stage.shards:
             self.partials.sum()
-            self.partials.show()
         for bucket in self._active:
             bucket.mark(hidden=self.stage.shards)
         self._active = self.buckets
@@ -398,7 +397,6 @@ class Engine:
             params = [p for group in of.param_groups for p in group["params"]]
             for bucket, positions in self.shards.by_bucket(params).items():
                 bucket.zero_grad(set_to_none, positions)
-            self.partials.changed()
         if not all(bucket.zeroed for bucket in self.buckets):
             self.control.doubt()
             return
