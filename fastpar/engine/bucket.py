@@ -698,13 +698,14 @@ class BucketState:
             parts = grad.split_with_sizes(self._sizes)
             self.grad_views = [part.view(shape) for part, shape in zip(parts[::2], self._shapes)]
 
-    def take(self, position: int, given: Tensor | None = None) -> bool:
-        """Copy a parameter's .grad, or a given gradient, into the bucket; returns arrived()."""
-        self._add(position, self.params[position].grad if given is None else given, given)
+    def take(self, position: int) -> bool:
+        """Take a parameter's .grad into the bucket; returns arrived()."""
+        self._add(position, self.params[position].grad, by_hook=True)
         return position in self.has and self.arrived(position)
 
-    def _add(self, position: int, grad: Tensor | None, given: Tensor | None) -> None:
-        """Copy or add a gradient; None: it was computed in place, or there is none."""
+    def _add(self, position: int, grad: Tensor | None, *, by_hook: bool) -> None:
+        """Copy or add a gradient, which is p.grad in its hook; None: it was computed in place, or
+        there is none."""
         if self.phase in SENT:
             raise RuntimeError(
                 f"Engine: parameter '{self.name(position)}' got another gradient after bucket "
@@ -725,8 +726,8 @@ class BucketState:
         if not self.shows_grad:
             p.grad = None
         else:
-            again = again and given is not None  # else autograd has added it
-            if given is not None and not again and p.grad is not None:
+            again = again and not by_hook  # there autograd has added it
+            if not (again or by_hook) and p.grad is not None:
                 grad = p.grad + grad  # p.grad was set by hand
             if p.grad is not view:
                 p.grad = view
@@ -751,7 +752,7 @@ class BucketState:
             self.note(*given)
         else:
             for i in given:
-                self._add(i, grads[i], grads[i])
+                self._add(i, grads[i], by_hook=False)
         placed = self.has if self.casts else ()  # computed in place: gradients.py, Places
         return self.arrived(*(() if self.used_directly else (*given, *placed, _NODE)))
 

@@ -175,13 +175,13 @@ class Engine:
                 "Engine: a backward ran inside of another, as with reentrant activation "
                 "checkpoints; use checkpoint(..., use_reentrant=False)"
             )
-        self.begin_backward(task, fired)
+        self._begin_backward(task, fired)
         end = functools.partial(self.end_backward)
         self._running = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def begin_backward(self, task: int = -1, fired: Any = None) -> None:
-        """Begin a backward: autograd's with this number, or one that is replayed."""
+    def _begin_backward(self, task: int, fired: Any) -> None:
+        """Begin a backward, which has this number in autograd."""
         self.reducer.check_rests(self.mesh.rank)
         stopped = self.graph_task != -1  # an earlier backward, before it sent anything
         self._forget_cleared(fired)

@@ -362,8 +362,7 @@ class Places(NotCopied):
 
     @classmethod
     def offer(cls, engine: Any) -> None:
-        """Offer places for weights of LEAST_BYTES. A table on two pipeline stages gets
-        none."""
+        """Offer places for weights of LEAST_BYTES; none for a table on two pipeline stages."""
         places, stages = cls(engine), engine.shards.stages
         tied = set() if stages is None else set(stages.tied)
         for bucket in () if engine.settings.deterministic else engine.buckets:
