@@ -401,8 +401,7 @@ class BucketState:
         self._piece_views: tuple[Tensor | None, list] | None = None  # of reduced; of piece()
         self._aside = False
         self.marks = Marks(params, self.name, (rank, spec.n_shards))
-        self._version = -1  # of `grad`, when remember() was called
-        self._marked_version = -1  # of `grad`, when mark() was
+        self._version = -1  # of `grad` in remember(); _marked_version: in mark()
         self._zeroed = set(range(len(params)))  # positions without a gradient on any rank
         self.sources = None if sources is None else sources(self)
         if self.casts and not stage.shards:
@@ -695,16 +694,18 @@ class BucketState:
     def _set_grad(self, grad: Tensor | None) -> None:
         self.grad, self.grad_views = grad, []
         if grad is not None:
+            self._marked_version = grad._version
             parts = grad.split_with_sizes(self._sizes)
             self.grad_views = [part.view(shape) for part, shape in zip(parts[::2], self._shapes)]
 
-    def take(self, position: int, given: Tensor | None = None) -> bool:
-        """Copy a parameter's .grad, or a given gradient, into the bucket; returns arrived()."""
-        self._add(position, self.params[position].grad if given is None else given, given)
+    def take(self, position: int) -> bool:
+        """Take a parameter's .grad into the bucket; returns arrived()."""
+        self._add(position, self.params[position].grad, by_hook=True)
         return position in self.has and self.arrived(position)
 
-    def _add(self, position: int, grad: Tensor | None, given: Tensor | None) -> None:
-        """Copy or add a gradient; None: it was computed in place, or there is none."""
+    def _add(self, position: int, grad: Tensor | None, *, by_hook: bool) -> None:
+        """Copy or add a gradient, which is p.grad in its hook; None: it was computed in place, or
+        there is none."""
         if self.phase in SENT:
             raise RuntimeError(
                 f"Engine: parameter '{self.name(position)}' got another gradient after bucket "
@@ -725,8 +726,8 @@ class BucketState:
         if not self.shows_grad:
             p.grad = None
         else:
-            again = again and given is not None  # else autograd has added it
-            if given is not None and not again and p.grad is not None:
+            again = again and not by_hook  # there autograd has added it
+            if not (again or by_hook) and p.grad is not None:
                 grad = p.grad + grad  # p.grad was set by hand
             if p.grad is not view:
                 p.grad = view
@@ -751,7 +752,7 @@ class BucketState:
             self.note(*given)
         else:
             for i in given:
-                self._add(i, grads[i], grads[i])
+                self._add(i, grads[i], by_hook=False)
         placed = self.has if self.casts else ()  # computed in place: gradients.py, Places
         return self.arrived(*(() if self.used_directly else (*given, *placed, _NODE)))
 
@@ -906,7 +907,7 @@ class BucketState:
     @property
     def written_by_hand(self) -> bool:
         """Stage 0: whether p.grad was written since mark()."""
-        if self.stage.shards or self.reduced is None or self.grad is None:
+        if self.stage.shards or self.grad is None:
             return False
         return self.grad._version != self._marked_version
 
@@ -951,7 +952,7 @@ class BucketState:
             positions: only the gradients of these parameters.
         """
         positions = set(range(len(self.params))) if positions is None else positions
-        zero = set()
+        written, zero = self.written_by_hand, set()
         if not set_to_none:  # except gradients that were set to None by hand
             marks = self.marks
             zero = {i for i in positions if i not in marks or self.params[i].grad is not None}
@@ -961,6 +962,8 @@ class BucketState:
         self._forget(positions - zero)
         for position in zero:
             self._zero(position)
+        if self.grad is not None and not written:
+            self._marked_version = self.grad._version
         if self.zeroed:
             self.unreduced = self._reductions = None  # a tree of zeros would change later sums
 

@@ -45,6 +45,8 @@ from fastpar.engine.gradients import (
 from fastpar.engine.shards import Shards
 from fastpar.kernels.op import in_transform
 
+_MIB = 2**20
+
 
 class Engine:
     """Reduces gradients and gathers parameters of one model; made by parallelize().
@@ -175,13 +177,13 @@ class Engine:
                 "Engine: a backward ran inside of another, as with reentrant activation "
                 "checkpoints; use checkpoint(..., use_reentrant=False)"
             )
-        self.begin_backward(task, fired)
+        self._begin_backward(task, fired)
         end = functools.partial(self.end_backward)
         self._running = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def begin_backward(self, task: int = -1, fired: Any = None) -> None:
-        """Begin a backward: autograd's with this number, or one that is replayed."""
+    def _begin_backward(self, task: int, fired: Any) -> None:
+        """Begin a backward, which has this number in autograd."""
         self.reducer.check_rests(self.mesh.rank)
         stopped = self.graph_task != -1  # an earlier backward, before it sent anything
         self._forget_cleared(fired)
@@ -236,7 +238,6 @@ class Engine:
         self.reducer.finish()
         if not self.stage.shards:
             self.partials.sum()
-            self.partials.show()
         for bucket in self._active:
             bucket.mark(hidden=self.stage.shards)
         self._active = self.buckets
@@ -398,7 +399,6 @@ class Engine:
             params = [p for group in of.param_groups for p in group["params"]]
             for bucket, positions in self.shards.by_bucket(params).items():
                 bucket.zero_grad(set_to_none, positions)
-            self.partials.changed()
         if not all(bucket.zeroed for bucket in self.buckets):
             self.control.doubt()
             return
@@ -540,12 +540,78 @@ class Engine:
         return text if self.shards.stages is None else f"{text}, pp={self.mesh.size('pp')}"
 
     def memory(self) -> dict[str, int]:
-        """Bytes allocated on this rank, by kind."""
-        return _memory(self.shards)
+        """Bytes allocated on this rank, by kind; without optimizer state and activations."""
+        shards = self.shards
+        kinds = dict.fromkeys(("parameters", "parameter shards", "gradients", "gradient shards"), 0)
+        for bucket in shards.buckets:
+            if bucket.separate:  # memory of its own, at stage 3 empty while the unit is not used
+                kinds["parameters"] += bucket.flat.untyped_storage().nbytes()
+                kinds["parameter shards"] += bucket.shard.nbytes
+            else:
+                kinds["parameters"] += bucket.flat.nbytes
+            for kind, x in (("gradients", bucket.grad), ("gradient shards", bucket.grad_shard)):
+                if x is not None:
+                    kinds[kind] += x.nbytes
+        for kind, n in shards.storage.memory().items():
+            kinds[kind] = kinds.get(kind, 0) + n
+        kinds["partial sums"] = sum(bucket.tree_bytes for bucket in shards.buckets)
+        for axis in every():
+            for kind, n_bytes in axis.memory(shards).items():
+                kinds[kind] = kinds.get(kind, 0) + n_bytes
+        kinds["frozen parameters"] = sum(p.nbytes for p in shards.frozen)
+        return kinds
 
     def describe(self) -> str:
-        """Text: units, buckets in launch order, shards, bytes by kind, collectives of a step."""
-        return _describe(self.shards, self.report)
+        """Text: the engine, memory and wire, a table of buckets, and the schedule."""
+        shards, settings, report = self.shards, self.settings, self.report
+        ranks = shards.mesh.dp_size
+        parameters = sum(slot.spec.numel for slot in shards.layout.slots)
+        reduce = shards.buckets[0].groups.reduce
+        how = f"{reduce.transport} ({reduce.why})" if reduce is not None else "no communication"
+        memory = self.memory().items()
+        lines = [
+            f"engine: stage {shards.stage.number}, dp={ranks}, {settings.n_shards} shards, {how}, "
+            f"{parameters:,} trained parameters, {len(shards.buckets)} buckets"
+            + (", deterministic" if settings.deterministic else ""),
+            *(line for axis in every() for line in axis.describe(shards)),
+            "memory: " + ", ".join(f"{kind} {n / _MIB:.1f} MiB" for kind, n in memory if n),
+            *([] if report is None else [f"last step: {report.wire_bytes / _MIB:.1f} MiB sent"]),
+            "bucket  unit  dtype     params      MiB  shard MiB  parameters",
+        ]
+        for bucket in shards.buckets:
+            spec, dtype = bucket.spec, str(bucket.grad_dtype).removeprefix("torch.")
+            size = spec.numel * bucket.grad_dtype.itemsize / _MIB
+            names = dict.fromkeys((bucket.name(0), bucket.name(len(bucket.params) - 1)))
+            unit = "root" if spec.unit == ROOT else str(spec.unit)
+            unit = unit if shards.stage.shards else "-"
+            lines.append(
+                f"{spec.index:6d}  {unit:>4s}  {dtype:8s}  {len(bucket.params):6d}  {size:7.2f}  "
+                f"{size / spec.n_shards:9.2f}  {' .. '.join(names)}"
+            )
+        return "\n".join([*lines, "schedule: " + "; ".join(self._schedule())])
+
+    def _schedule(self) -> Iterator[str]:
+        """The collectives of a step, in their order."""
+        shards = self.shards
+        stage, dp, n_shards = shards.stage, shards.mesh.dp_size, shards.settings.n_shards
+        span = f"buckets 0 to {len(shards.buckets) - 1}"
+        if dp > 1:
+            if stage.frees_parameters:
+                ahead = shards.settings.parallel.prefetch
+                yield f"all-gather each unit before its forward and backward, {ahead} ahead"
+            tree = ", sums in a fixed tree" * shards.settings.deterministic
+            op = "reduce-scatter" if stage.shards else "all-reduce"
+            copies = f", then all-reduce each shard with its {dp // n_shards} replicas"
+            copies *= stage.shards and dp > n_shards
+            yield f"{op} {span} while backward runs{tree}{copies}"
+        declared = shards.declared
+        if declared is not None and any(declared.is_partial(p) for p in shards.params):
+            when = "the last backward" if stage.shards else "each backward"
+            yield f"all-reduce partial gradients along tp after {when}"
+        several = shards.mesh.world_size > 1
+        yield "one control exchange before the update" if several else "nothing to send"
+        if dp > 1 and stage.gathers_after_step:
+            yield f"all-gather {span} during the next forward"
 
     def check_replicas(self, optimizer: object = None, *, step: int | None = None) -> None:
         """Raise unless replicas hold the same bits. Ranks: all.
@@ -572,85 +638,3 @@ def engine_of(model: nn.Module) -> Engine:
         f"engine_of: {type(model).__name__} has no engine; pass the module that "
         "fastpar.parallelize returned (copies and unpickled models have none)"
     )
-
-
-# Reports
-
-_MIB = 2**20
-
-
-def _memory(shards: Shards) -> dict[str, int]:
-    """Bytes allocated on this rank, by kind; without optimizer state and activations."""
-    kinds = dict.fromkeys(("parameters", "parameter shards", "gradients", "gradient shards"), 0)
-    for bucket in shards.buckets:
-        if bucket.separate:  # memory of its own, at stage 3 empty while the unit is not used
-            kinds["parameters"] += bucket.flat.untyped_storage().nbytes()
-            kinds["parameter shards"] += bucket.shard.nbytes
-        else:
-            kinds["parameters"] += bucket.flat.nbytes
-        for kind, x in (("gradients", bucket.grad), ("gradient shards", bucket.grad_shard)):
-            if x is not None:
-                kinds[kind] += x.nbytes
-    for kind, n in shards.storage.memory().items():
-        kinds[kind] = kinds.get(kind, 0) + n
-    kinds["partial sums"] = sum(bucket.tree_bytes for bucket in shards.buckets)
-    for axis in every():
-        for kind, n_bytes in axis.memory(shards).items():
-            kinds[kind] = kinds.get(kind, 0) + n_bytes
-    kinds["frozen parameters"] = sum(p.nbytes for p in shards.frozen)
-    return kinds
-
-
-def _describe(shards: Shards, report: StepReport | None) -> str:
-    """Text: the engine, memory and wire, a table of buckets, and the schedule."""
-    settings, ranks = shards.settings, shards.mesh.dp_size
-    parameters = sum(slot.spec.numel for slot in shards.layout.slots)
-    reduce = shards.buckets[0].groups.reduce
-    how = f"{reduce.transport} ({reduce.why})" if reduce is not None else "no communication"
-    memory = _memory(shards).items()
-    lines = [
-        f"engine: stage {shards.stage.number}, dp={ranks}, {settings.n_shards} shards, {how}, "
-        f"{parameters:,} trained parameters, {len(shards.buckets)} buckets"
-        + (", deterministic" if settings.deterministic else ""),
-        *(line for axis in every() for line in axis.describe(shards)),
-        "memory: " + ", ".join(f"{kind} {n / _MIB:.1f} MiB" for kind, n in memory if n),
-        *([] if report is None else [f"last step: {report.wire_bytes / _MIB:.1f} MiB sent"]),
-        "bucket  unit  dtype     params      MiB  shard MiB  parameters",
-    ]
-    for bucket in shards.buckets:
-        spec, dtype = bucket.spec, str(bucket.grad_dtype).removeprefix("torch.")
-        size = spec.numel * bucket.grad_dtype.itemsize / _MIB
-        names = dict.fromkeys((bucket.name(0), bucket.name(len(bucket.params) - 1)))
-        unit = "root" if spec.unit == ROOT else str(spec.unit)
-        unit = unit if shards.stage.shards else "-"
-        lines.append(
-            f"{spec.index:6d}  {unit:>4s}  {dtype:8s}  {len(bucket.params):6d}  {size:7.2f}  "
-            f"{size / spec.n_shards:9.2f}  {' .. '.join(names)}"
-        )
-    return "\n".join([*lines, "schedule: " + "; ".join(_schedule(shards))])
-
-
-def _schedule(shards: Shards) -> Iterator[str]:
-    """The collectives of a step, in their order."""
-    stage, dp, n_shards = shards.stage, shards.mesh.dp_size, shards.settings.n_shards
-    span = f"buckets 0 to {len(shards.buckets) - 1}"
-    if dp > 1:
-        if stage.frees_parameters:
-            ahead = shards.settings.parallel.prefetch
-            yield f"all-gather each unit before its forward and backward, {ahead} ahead"
-        tree = ", sums in a fixed tree" * shards.settings.deterministic
-        op = "reduce-scatter" if stage.shards else "all-reduce"
-        copies = f", then all-reduce each shard with its {dp // n_shards} replicas"
-        copies *= stage.shards and dp > n_shards
-        yield f"{op} {span} while backward runs{tree}{copies}"
-    declared = shards.declared
-    if declared is not None and any(declared.is_partial(p) for p in shards.params):
-        when = "the last backward" if stage.shards else "each backward"
-        yield f"all-reduce partial gradients along tp after {when}"
-    yield (
-        "one control exchange before the update"
-        if shards.mesh.world_size > 1
-        else ("nothing to send")
-    )
-    if dp > 1 and stage.gathers_after_step:
-        yield f"all-gather {span} during the next forward"

@@ -301,7 +301,6 @@ class PartialGradients:
         if stages is not None and stages.pair is not None:
             self._sums.append((stages.pair, list(stages.tied)))
         self._summed = False
-        self._versions: list[int] = []  # of the buckets' gradients in show()
 
     def sum(self) -> None:
         """Sum them unless that was done. Ranks: all of tp."""
@@ -337,24 +336,12 @@ class PartialGradients:
 
     def forget(self) -> None:
         """Forget the sum: gradients were dropped or change."""
-        self._summed, self._versions = False, []
-
-    def changed(self) -> None:
-        """Note that zero_grad() has written into some gradients."""
-        if self._versions:
-            self.show()
-
-    def show(self) -> None:
-        """Note the gradients that p.grad now shows."""
-        if self._sums:
-            grads = [bucket.grad for bucket in self._shards.buckets]
-            self._versions = [grad._version for grad in grads if grad is not None]
+        self._summed = False
 
     def check(self) -> None:
-        """Refuse gradients changed in place since show(); see "Partial gradients" above."""
-        for bucket, version in zip(self._shards.buckets, self._versions):
-            assert bucket.grad is not None
-            if bucket.grad._version != version:
+        """Refuse gradients that were changed in place; see "Partial gradients" above."""
+        for bucket in self._shards.buckets if self._sums else ():
+            if bucket.written_by_hand:
                 raise RuntimeError(
                     f"Engine: p.grad of '{bucket.name(0)}' was changed in place with "
                     f"tp={self._shards.mesh.tp_size}, where a rank sees only its part of the norm; "
@@ -375,8 +362,7 @@ class Places(NotCopied):
 
     @classmethod
     def offer(cls, engine: Any) -> None:
-        """Offer places for weights of LEAST_BYTES. A table on two pipeline stages gets
-        none."""
+        """Offer places for weights of LEAST_BYTES; none for a table on two pipeline stages."""
         places, stages = cls(engine), engine.shards.stages
         tied = set() if stages is None else set(stages.tied)
         for bucket in () if engine.settings.deterministic else engine.buckets:

@@ -1,10 +1,10 @@
 """Weight gradients of linear layers: where they are written.
 
-[Note: places] In backward the product of a 16-bit weight is written directly to where
-an fp32 gradient is kept, if such memory is offered: weight.fastpar_wide_place is a function of the
-weight and of the node that accumulates its gradient (None: unknown), which returns the memory and
-whether to add the product to it; or None, and the gradient takes the usual way. The product, which
-is summed in fp32, goes there without rounding to 16 bits, and autograd gets no gradient.
+[Note: places] In backward the product of a 16-bit weight is written directly to where an fp32
+gradient is kept, if such memory is offered: weight.fastpar_wide_place is a function of the weight
+and of the node that accumulates its gradient (None: unknown), which returns the memory and whether
+to add the product to it; or None, and the gradient takes the usual way. The product, which is
+summed in fp32, goes there without rounding to 16 bits, and autograd gets no gradient.
 See __init__.py, [Note: wide gradients]. On a GPU the loss and the embedding use it, too: the
 gradient of a tied table, which both have in fp32, is then never rounded nor copied.
 """

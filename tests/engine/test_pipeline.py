@@ -94,7 +94,7 @@ def test_held_micro_batches_and_messages_are_those_of_the_simulator(schedule, mo
 
 @pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 0), ("interleaved", 0), ("1f1b", 1)])
 def test_hooks_of_others_see_every_gradient(schedule, stage):
-    """At stage 0 later ones are added without the engine's hooks."""
+    """They use the parameters themselves."""
 
     def rank():
         model, seen = staged(gpt(4), schedule=schedule, zero_stage=stage), []
