@@ -237,6 +237,7 @@ class Table:
         # Whether a product of dweight is rounded before it is added in fp32.
         self.rounds = item == 2 and not on_gpu and not has_bf16_gemm
         chunk = min(n, default_chunk_rows(n, shape.n_embd, rows, setup.device_type))
+        self.adds = self.rounds and n > chunk  # the next chunk's product, as fp32
         self.workspace = chunk * rows * item + item * rows * shape.n_embd * self.rounds
         self.standing = 0.0 if on_gpu else self.workspace
         if item == 2 and not on_gpu:  # rows that occur are summed in fp32
@@ -293,8 +294,8 @@ class Table:
         """(activations besides those of blocks, the loss' memory) when it is computed, and in its
         backward; gradient: bytes of the head's gradient outside of its bucket."""
         numel = math.prod(self.table)
-        loss = self.workspace + self.whole * (1 + self.split) + 4 * self.n
-        loss += 4 * numel * (1 + self.rounds)  # dweight; the next chunk's is added
+        loss: float = self.workspace + self.whole * (1 + self.split) + 4 * self.n
+        loss += 4 * numel * (1 + self.adds)  # dweight
         loss += self.setup.weight_bytes * numel * (self.setup.rows > 1)
         yield 2 * self.own + self.sizes["stats"], loss
         loss = self.standing + self.whole + 4 * numel + gradient * (self.setup.weight_bytes == 2)
