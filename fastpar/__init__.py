@@ -32,6 +32,7 @@ if _cpu_is_intel():
 # Module -> the public names that it defines: the one list. __init__.pyi is its copy for type
 # checkers; `python tests/tools/test_import.py` writes it, and a test compares the two.
 _PUBLIC = {
+    "axes.replicas": ("Outer",),
     "checkpoint.restore": ("load_checkpoint",),
     "checkpoint.saver": ("Saver", "save_checkpoint"),
     "comm.mesh": ("Mesh",),
@@ -44,7 +45,6 @@ _PUBLIC = {
     "optim.adamw": ("AdamW",),
     "optim.graphs": ("graphed",),
     "optim.muon": ("Muon", "muon_groups"),
-    "axes.replicas": ("Outer",),
     "optim.sharded": ("Sharded",),
     "settings.model": ("GPTConfig",),
     "settings.parallel": ("Offload", "Parallel", "Pipeline", "Precision", "Wires"),

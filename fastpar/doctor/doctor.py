@@ -33,13 +33,19 @@ import torch
 from torch import Tensor
 
 from fastpar.doctor.table import ProofTable, parse_proofs, row_of
-from fastpar.doctor.trial import FUSED_BY_COMPILE, is_faster_compiled, prove, warm
+from fastpar.doctor.trial import (
+    FUSED_BY_COMPILE,
+    DeviceLost,
+    is_faster_compiled,
+    prove,
+    prove_apart,
+    warm,
+)
 from fastpar.files.runs import Progress
 from fastpar.kernels import backend, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
 from fastpar.settings.model import GPTConfig, block_parts, widths
 
-ENDED = "a process ended during its trial; `fastpar doctor --again` tries it again"
 LEAST_ROWS, MOST_ROWS = 1 << 13, 1 << 15  # of a timed call; see [Note: rows]
 
 
@@ -108,12 +114,18 @@ class Prover:
         with table.locked():
             if not again and _is_known(table, case, compiled):
                 return table.proofs[case]
-            if str(case) in table.tried and not again:
-                _say(f"{case}: stock PyTorch runs, because {ENDED}")
-                return Proof(STOCK)
             try:
-                with table.trial(case):
-                    proof = table.proofs[case] = prove(case, rows, compiled)
+                with table.trial(case) as ended:
+                    try:
+                        found = (prove_apart if ended else prove)(case, rows, compiled)
+                    except DeviceLost as lost:
+                        if lost.proof is not None:
+                            table.proofs[case] = lost.proof
+                        raise
+                    if isinstance(found, str):
+                        _say(f"{case}: {found}; this process runs stock PyTorch")
+                        return Proof(STOCK)
+                    proof = table.proofs[case] = found
             except torch.OutOfMemoryError:
                 _say(f"{case}: out of memory during the trial; this process runs stock PyTorch")
                 return Proof(STOCK)

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from fastpar.doctor.doctor import ENDED, adopt, cases_of_model, table_of
+from fastpar.doctor.doctor import adopt, cases_of_model, table_of
 from fastpar.doctor.table import VERSION, row_of
 from fastpar.files.tensor_file import DTYPES
 from fastpar.kernels import backend
@@ -120,7 +120,7 @@ def row(case: Case, proof: Proof) -> str:
 
 
 def known_choices() -> list[str]:
-    """The contents of this machine's tables, for `fastpar info`: who serves, where others do."""
+    """The contents of this machine's tables, for `fastpar info`."""
     lines = []
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
         table = table_of(device)
@@ -128,15 +128,21 @@ def known_choices() -> list[str]:
             lines.append(f"proofs    {device}: none; `fastpar doctor --device {device}` makes them")
             continue
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(table.source.stat().st_mtime))
-        others = {c: p for c, p in table.proofs.items() if (p.chosen, {*p.serves}) != (OWN, {OWN})}
+        others = {case: proof for case, proof in table.proofs.items() if proof.chosen != OWN}
+        shared = {c: proof for c, proof in table.proofs.items() if set(proof.serves) != {OWN}}
         lines += [
             f"proofs    {device}: {len(table.proofs)} in {table.source}, of {made}",
             f"          for {versions(table.about)}",
-            f"          {len(table.proofs) - len(others)} run fastpar's kernel alone, others:",
-            *(f"          {row(case, proof)}" for case, proof in others.items()),
-            *(f"          {line}" for line in notes(others)),
-            *(f"          {case}: stock PyTorch runs: {ENDED}" for case in sorted(table.tried)),
+            f"          {len(table.proofs) - len(others)} run fastpar's kernel, others torch's:",
         ]
+        for case, proof in shared.items():
+            lines.append(
+                f"          {case}: forward by {proof.serves[0]}, backward by {proof.serves[1]}"
+            )
+        for case, proof in others.items():
+            times = f"{sum(proof.own_ms):.3f} ms, torch {sum(proof.instead_ms):.3f}"
+            why = f"is WRONG: {proof.wrong}" if proof.wrong else f"takes {times}"
+            lines.append(f"          {case}: fastpar's {why}")
     return lines
 
 
@@ -150,4 +156,10 @@ def notes(proven: Mapping[Case, Proof]) -> list[str]:
         for name, wrong, (forward, backward) in others:
             times = f"{forward:.3f} ms forward, {backward:.3f} backward"
             lines.append(f"other  {case}: {name}: {f'is WRONG: {wrong}' if wrong else times}")
+        if proof.stock_right:
+            runs = proof.own_ms if proof.chosen == OWN else proof.instead_ms
+            lines.append(
+                f"note   {case}: {sum(runs):.3f} ms; PyTorch's functions alone take "
+                f"{sum(proof.stock_ms):.3f}, and are as right, with the same bits twice"
+            )
     return lines

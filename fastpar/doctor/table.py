@@ -10,9 +10,9 @@ trials on that GPU with the same releases of fastpar, torch and Triton, whose co
 kernels. The driver and who compiled csrc/ may differ; in a checkout csrc/ itself may not.
 
 [Note: a trial that ends the process] The case under trial is recorded first. If a process ended
-during it, by a crash, a lost GPU or from outside, later ones run stock PyTorch and say so, until
-`fastpar doctor --again` tries it again. This needs the lock: without it another host that shares
-the folder may be running the same trial.
+during it, the next one makes the trial in a process of its own (trial.prove_apart): a crash there
+is the kernel's, while time limits and lack of memory end processes of right kernels too. This needs
+the lock: without it another host that shares the folder may be running the same trial.
 """
 
 from __future__ import annotations
@@ -150,13 +150,15 @@ def parse_proofs(device: str, content: Any) -> dict[Case, Proof]:
             all(isinstance(t, str) and len(t) <= MOST_LETTERS and t.isprintable() for t in texts)
             and (isinstance(case.op, str) and isinstance(case.size, int))
             and (isinstance(case.dtype, torch.dtype) and row["chosen"] in (OWN, STOCK))
+            and isinstance(row["stock_right"], bool)
             and {forward, backward} <= {OWN, *PEERS}
         ):
             raise ValueError(shown(row))
         if row["sources"] == digest_of(case.op):
             found[case] = Proof(
-                row["chosen"], row["wrong"], **times, serves=(forward, backward), peers=peers
-            )
+                row["chosen"], row["wrong"], **times, serves=(forward, backward), peers=peers,
+                stock_right=row["stock_right"],
+            )  # fmt: skip
     return found
 
 
@@ -183,7 +185,7 @@ class ProofTable:
         self.path = proofs_folder() / file_name(self.about)
         self.proofs: dict[Case, Proof] = {}
         self.source: Path | None = None
-        self.tried: set[str] = set()  # cases whose trials began and did not end
+        self._tried: set[str] = set()  # cases whose trials began and did not end
         self._warned = self._is_locked = False
         self._load(SHIPPED / shipped_name(self.about))
         self._load(self.path)
@@ -216,14 +218,14 @@ class ProofTable:
             self._warn(f": ignored {path.name} in {self.path.parent} ({reason(error)})")
             return False
         self.source, self.proofs = path, self.proofs | proofs
-        self.tried = tried
+        self._tried = tried
         return True
 
     def save(self) -> None:
         """Replaces the file; warns once if that fails."""
         rows = [row_of(case, proof) for case, proof in self.proofs.items()]
         content = {"version": VERSION, "about": self.about, "proofs": rows}
-        content["tried"] = sorted(self.tried)
+        content["tried"] = sorted(self._tried)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self.path, json.dumps(content, indent=1) + "\n")
@@ -251,18 +253,15 @@ class ProofTable:
                 os.close(descriptor)
 
     @contextlib.contextmanager
-    def trial(self, case: Case) -> Iterator[None]:
-        """Around a trial, which a later process finds recorded if it ends this one; see
-        [Note: a trial that ends the process]."""
-        name, lost = str(case), False
+    def trial(self, case: Case) -> Iterator[bool]:
+        """Around a trial: whether a process ended during it; see [Note: a trial that ends ...]."""
+        name = str(case)
+        ended = name in self._tried
         if self._is_locked:
-            self.tried.add(name)
+            self._tried.add(name)
             self.save()
         try:
-            yield
-        except SystemExit:
-            lost = True  # the GPU
-            raise
+            yield ended
         finally:
-            self.tried = self.tried | {name} if lost else self.tried - {name}
+            self._tried.discard(name)
             self.save()

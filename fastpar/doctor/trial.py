@@ -47,6 +47,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -54,6 +55,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastpar.doctor.table import parse_proofs, row_of
 from fastpar.files.packages import call_command
 from fastpar.kernels import backend
 from fastpar.kernels.attention import peers as attention_peers
@@ -186,7 +188,9 @@ FUSED_BY_COMPILE = frozenset({  # by torch.compile, from PyTorch's functions
 })  # fmt: skip
 DEFAULT_ROWS = {"cpu": 512, "cuda": 1 << 15}  # on a GPU 32 samples of 1024 tokens
 NO_TIME = (0.0, 0.0)
-LIMIT_S, START_S = 30, 120  # for the trial of a peer in a process of its own; for its start
+# For the trial of a peer or a whole proof in a process of its own, and for that process to start.
+LIMIT_S, TRIAL_S, START_S = 30, 300, 120
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)  # by the kernel
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)  # time limits, lack of memory
 STARTED = "started"
 MOST_LETTERS = 300  # of an error
@@ -270,13 +274,25 @@ def _prove(case: Case, rows: int, compiled: bool) -> Proof:
         able = {name: times[name] for name in (OWN, *right) if name in times}
         seen.append(_by_times(times, _fastest(case, checked, able), others))
         if _choice_of(seen[-1]) in (OWNS, *map(_choice_of, seen[:-1])):
-            return seen[-1]
+            return _beside_stock(case, checked, seen[-1])
     return seen[-1]._replace(  # what is compiled is chosen by these times, later
         chosen=OWN,
         serves=(OWN, OWN),
         own_ms=min((proof.own_ms for proof in seen), key=sum),
         compiled_ms=max((proof.compiled_ms for proof in seen), key=sum),
     )
+
+
+def _beside_stock(case: Case, checked: Sequence[OpCase], proof: Proof) -> Proof:
+    """With whether PyTorch's own functions, if they were faster, are right, bits included."""
+    fastest = min(sum(proof.own_ms), sum(proof.instead_ms) or sum(proof.own_ms))
+    if case.op.startswith("attention") or not 0 < SLOWER * sum(proof.stock_ms) < fastest:
+        return proof  # attention's are among the peers
+    alone = [replace(one, fn=one.stock or one.eager) for one in checked]
+    try:
+        return proof._replace(stock_right=not what_is_wrong(case, alone))
+    except torch.OutOfMemoryError:
+        return proof
 
 
 def _by_times(times: Times, serves: tuple[str, str], others: Mapping[str, str]) -> Proof:
@@ -365,38 +381,71 @@ def what_is_wrong(case: Case, found: Sequence[OpCase], what: str = OWN) -> str:
 def wrong_in_subprocess(case: Case, rows: int, name: str) -> str | None:
     """what_is_wrong of a peer, found in a process of its own, which may hang or crash; None: the
     process did not start, ran out of memory or was ended from outside."""
+    found = _child(case, rows, name, False, LIMIT_S)
+    if found.status == 0:
+        why: str | None = found.result
+        return why
+    if not found.started:
+        text = f"{case}: {name} was not tried because its process did not start: {found.how}"
+        warnings.warn(text, stacklevel=2)
+        return None
+    if found.status == -signal.SIGALRM:
+        return f"its trial took more than {LIMIT_S} s"
+    return None if found.status in FROM_OUTSIDE else f"its trial ended with {found.how}"
+
+
+def prove_apart(case: Case, rows: int, compiled: bool) -> Proof | str:
+    """prove() in a process of its own, because another process ended during this trial; or why
+    nothing is known of the kernel: only a crash is its fault."""
+    found = _child(case, rows, OWN, compiled, TRIAL_S)
+    if found.status == 0 and found.result is not None:
+        return parse_proofs(case.device, {"proofs": [found.result]})[case]
+    if -(found.status or 0) in CRASHES:
+        name = signal.Signals(-(found.status or 0)).name
+        return Proof(STOCK, f"the process of its trial ended by {name}")
+    if found.status == 0:
+        return "out of memory during its trial"
+    return f"the process of its trial ended with {found.how}"
+
+
+class _Ended(NamedTuple):
+    """How a process of main() ended."""
+
+    status: int | None  # -SIGALRM also if it had to be killed
+    started: bool
+    result: Any
+    how: str
+
+
+def _child(case: Case, rows: int, name: str, compiled: bool, limit_s: int) -> _Ended:
     gpu = None
     if case.device == "cuda":
         gpu = torch.cuda.current_device()
         torch.cuda.empty_cache()  # for that process
-    arguments = [*case, rows, name, gpu, torch.get_num_threads(), LIMIT_S]
+    arguments = [*case, rows, name, compiled, gpu, torch.get_num_threads(), limit_s]
     arguments[2] = str(case.dtype).removeprefix("torch.")
     command = [*call_command("fastpar.doctor.trial.main"), json.dumps(arguments)]
-    late = f"its trial took more than {LIMIT_S} s"
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+    )
+    late = False
     try:
-        ended = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=START_S + LIMIT_S,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        return late if STARTED.encode() in (error.stdout or b"") else None
-    how = f"status {ended.returncode} {_line(ended.stderr, -1)}".strip()
-    if STARTED not in ended.stdout:
-        text = f"{case}: {name} was not tried because its process did not start: {how}"
-        warnings.warn(text, stacklevel=2)
-        return None
-    if ended.returncode == 0:
-        why: str | None = json.loads(ended.stdout.splitlines()[-1])
-        return why
-    if ended.returncode == -signal.SIGALRM:
-        return late
-    return None if ended.returncode in FROM_OUTSIDE else f"its trial ended with {how}"
+        out, err = process.communicate(timeout=START_S + limit_s)
+    except subprocess.TimeoutExpired:
+        late = True
+        process.kill()
+        out, err = process.communicate()
+    lines, status = out.splitlines(), process.returncode
+    how = f"status {status} {_line(err, -1)}".strip()
+    result = json.loads(lines[-1]) if status == 0 and STARTED in lines else None
+    return _Ended(-signal.SIGALRM if late else status, STARTED in lines, result, how)
 
 
 def main() -> None:
-    """The process of wrong_in_subprocess: prints STARTED, then why a peer is wrong; None without
-    memory."""
-    device, op, dtype, size, rows, name, gpu, threads, limit_s = json.loads(sys.argv[1])
+    """The process of _child: prints STARTED, then the result: of fastpar's kernel its proof, of a
+    peer why it is wrong; None without memory."""
+    device, op, dtype, size, rows, name, compiled, gpu, threads, limit_s = json.loads(sys.argv[1])
     case = Case(device, op, getattr(torch, dtype), size)
     torch.set_num_threads(threads)
     if gpu is not None:
@@ -404,14 +453,35 @@ def main() -> None:
         torch.cuda.synchronize()
     print(STARTED, flush=True)
     signal.alarm(limit_s)  # ends the process even inside a kernel
-    why: str | None = None
+    proof: Proof | None = None
+    result: Any = None
     with contextlib.suppress(torch.OutOfMemoryError):
-        why = what_is_wrong(case, _cases(case, rows)[1], name)
-    print(json.dumps(why))
+        try:
+            if name == OWN:
+                proof = prove(case, rows, compiled)
+            else:
+                result = what_is_wrong(case, _cases(case, rows)[1], name)
+        except DeviceLost as lost:
+            proof, result = (lost.proof, None) if name == OWN else (None, lost.why)
+    print(json.dumps(result if proof is None else row_of(case, proof)))
 
 
 class DeviceLost(SystemExit):
-    """An error after which each CUDA call of this process fails, such as an illegal access."""
+    """An error after which each CUDA call of this process fails, such as an illegal access.
+
+    Attributes:
+        why: the error in one line.
+        proof: what is known of the case on trial; None: stock PyTorch caused the error.
+    """
+
+    def __init__(self, case: Case, what: str, why: str) -> None:
+        super().__init__(
+            f"fastpar: {case} by {what} {why}; this process cannot use the GPU any more: restart"
+        )
+        self.why = why
+        peers = tuple(PeerProof(name, why, NO_TIME) for name in what.split("/") if name in PEERS)
+        known = Proof(OWN, peers=peers) if peers else None
+        self.proof = Proof(STOCK, why) if what == OWN else known
 
 
 def _line(text: str, index: int) -> str:
@@ -427,10 +497,7 @@ def _failure(case: Case, one: OpCase, what: str, error: Exception) -> str:
         try:
             torch.cuda.synchronize()
         except RuntimeError:
-            raise DeviceLost(
-                f"fastpar: {case} by {what} {why}; this process cannot use the GPU any more: "
-                "restart, and stock PyTorch runs instead"
-            ) from error
+            raise DeviceLost(case, what, why) from error
     return why
 
 

@@ -4,7 +4,6 @@ import gc
 import itertools
 import json
 import math
-import re
 import sys
 import time
 import warnings
@@ -153,10 +152,9 @@ def test_a_lost_gpu_bars_the_kernel_that_lost_it_and_ends_the_process(monkeypatc
     with pytest.raises(SystemExit, match=r"float32 96 by own at .* illegal .* restart"):
         [prover.proof_of(case) for case in cases]
     assert measure.call_count == 1
-    assert ProofTable("cpu").tried == {str(cases[0])}
-    prover = doctor.Prover()  # as the next process
-    monkeypatch.setattr(doctor, "prove", refuse)
-    assert prover.proof_of(cases[0]) == Proof(STOCK)
+    (kept,) = ProofTable("cpu").proofs.items()
+    assert kept[0].size == 96
+    assert "illegal memory access" in kept[1].wrong
 
 
 def test_an_error_that_leaves_the_gpu_alone_is_of_one_kernel(monkeypatch):
@@ -166,6 +164,8 @@ def test_an_error_that_leaves_the_gpu_alone_is_of_one_kernel(monkeypatch):
     found = trial.proof_cases("weight_gradient", 96, "cpu", 64)
     case = Case("cuda", "weight_gradient", torch.bfloat16, 96)
     assert "too many resources" in trial.what_is_wrong(case, found)
+    other = trial.DeviceLost(case, "own/flash", "at T=64: CUDA error").proof
+    assert (other.chosen, other.wrong, [peer.name for peer in other.peers]) == (OWN, "", ["flash"])
 
 
 def test_what_is_much_slower_or_has_no_memory_is_not_timed_for_long(quick, monkeypatch):
@@ -229,8 +229,8 @@ def test_info_shows_what_the_tables_say(quick, monkeypatch):
     monkeypatch.setattr(doctor, "_prover", doctor.Prover())
     text = "\n".join(report.known_choices())
     assert f"cpu: 3 in {table.path}, of 20" in text
-    assert re.search(r"bias_gelu float32 64 +2.000 +1.000 .*   torch\n", text)
-    assert "WRONG  bias_gelu float32 32: error is 7" in text
+    assert "bias_gelu float32 64: fastpar's takes 3.000 ms, torch 2.000" in text
+    assert "bias_gelu float32 32: fastpar's is WRONG: error is 7" in text
 
 
 @pytest.mark.slow
@@ -292,20 +292,43 @@ def ended_during_the_trial_of(case):
     return left
 
 
-def test_a_trial_that_ended_its_process_is_made_again_only_on_request(monkeypatch, capsys):
-    """A crash, a time limit, lack of memory: the next process cannot tell."""
-    left = ended_during_the_trial_of(GELU)
-    with monkeypatch.context() as patch:
-        patch.setattr(doctor, "prove", refuse)  # it might end this process, too
-        assert doctor.Prover().proof_of(GELU) == Proof(STOCK)
-        assert "stock PyTorch runs, because a process ended during its" in capsys.readouterr().err
-        patch.setattr(doctor, "_prover", doctor.Prover())
-        assert f"bias_gelu float32 96: stock PyTorch runs: {doctor.ENDED}" in "\n".join(
-            report.known_choices()
-        )
-    monkeypatch.setattr(doctor, "prove", lambda *args: Proof(OWN))
-    for again in (True, False):
-        assert doctor.Prover().proof_of(GELU, again=again) == Proof(OWN)
+# Before its result, a process that makes the trial again does this.
+ENDS = {
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "crashed": "ctypes.string_at(0)",
+    "right": "None",
+}
+AGAIN = """
+import ctypes, os, signal
+from fastpar.doctor import trial
+from fastpar.kernels.choice import OWN, Proof
+trial.prove = lambda *args: ({what}, Proof(OWN, "", (1.0, 2.0)))[1]
+trial.main()
+"""
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_only_a_crash_in_a_trial_made_again_bars_a_kernel(monkeypatch, capsys, no_proofs, how):
+    """Time limits and lack of memory end the processes of right kernels, any number of times."""
+    left = [ended_during_the_trial_of(GELU) for _ in range(3)]
+    command = [sys.executable, "-c", AGAIN.format(what=ENDS[how])]
+    monkeypatch.setattr(trial, "call_command", lambda function: command)
+    monkeypatch.setattr(doctor, "prove", refuse)  # it might end this process, too
+    found = doctor.Prover().proof_of(GELU)
+    kept, said = ProofTable("cpu").proofs, capsys.readouterr().err
+    if how == "right":
+        assert kept == {GELU: Proof(OWN, "", (1.0, 2.0))}
+    elif how == "killed":
+        assert (found, kept) == (Proof(STOCK), {})
+        assert "ended with status -9; this process runs stock PyTorch" in said
+    else:
+        assert kept == {GELU: Proof(STOCK, "the process of its trial ended by SIGSEGV")}
+        assert "is WRONG" in said
+        monkeypatch.setattr(doctor, "_prover", doctor.Prover())
+        assert "WRONG: the process of its trial ended by" in "\n".join(report.known_choices())
+    assert json.loads(next(no_proofs.glob("*.json")).read_text())["tried"] == []
+    monkeypatch.setattr(doctor, "prove", lambda *args: Proof(OWN))  # `doctor --again`
+    assert doctor.Prover().proof_of(GELU, again=True) == Proof(OWN)
     assert ProofTable("cpu").proofs == {GELU: Proof(OWN)}
     del left
 
@@ -817,7 +840,7 @@ def test_a_damaged_file_is_reported_ignored_and_replaced(no_proofs, tmp_path):
         {"chosen": "mine"}, {"dtype": "Tensor"}, {"op": ["bias_gelu"]}, {"size": "96"},
         {"size": 1e999}, {"own_ms": [-1.0, 0]}, {"own_ms": [math.nan, 0]}, {"own_ms": [1e999, 0]},
         {"wrong": 7}, {"wrong": "\x1b[2J"}, {"wrong": "x" * 5000}, {"serves": ["own"]},
-        {"serves": ["own", "other"]}, {"peers": [{"name": "cpu"}]},
+        {"serves": ["own", "other"]}, {"stock_right": 1}, {"peers": [{"name": "cpu"}]},
         {"peers": [{"name": "cpu", "wrong": "", "ms": [-1, 0]}]},
     )  # fmt: skip
     wrong = [{"tried": [7]}, {"tried": 7}, {"version": 2}]
@@ -856,8 +879,7 @@ def test_hosts_that_share_a_folder_without_locks_do_not_count_each_others_trials
     for table in tables:
         with table.locked():
             trials.append(table.trial(GELU))
-            trials[-1].__enter__()  # all at it at the same time
-            assert not ProofTable("cpu").tried
+            assert not trials[-1].__enter__()  # all at it at the same time
 
 
 def test_hosts_that_share_a_folder_keep_each_others_proofs():

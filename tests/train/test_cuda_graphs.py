@@ -194,7 +194,7 @@ def compute_of(model):
 def test_what_a_step_graph_refuses(captured, monkeypatch):
     model = parallelize(GPT(SMALL).train(), Mesh())
     graph = StepGraph(compute_of(model), model, engine_of(model), AdamW(model.parameters()))
-    one, unlike = (ids(2), make_key(1, 0)), r"expected every step like the first one .* pad them"
+    one, unlike = (ids(2), make_key(1, 0)), r"expected every step like the first one, .* pad them"
     graph([one], None)
     handle = model.h[1].register_forward_hook(lambda *args: None)
     with pytest.raises(ValueError, match=r"expected no hooks, got one of 'h\.1', which"):
