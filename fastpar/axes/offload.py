@@ -158,11 +158,8 @@ class State(Protocol):
     reduced: Tensor | None
     storage: Any
 
-    def piece(self, position: int) -> tuple[Tensor, Tensor | None, int]:
-        """(values, reduced gradient, first element) of this rank's piece of a parameter."""
-
-    def grad_of(self, position: int) -> Tensor | None:
-        """Stage 0: the gradient of a parameter."""
+    def all_pieces(self) -> list[Any]:
+        """An engine.bucket.Piece of each parameter."""
 
     def slot_of(self, whole: Tensor | None, position: int) -> Tensor:
         """A parameter's slice of whole parameters or gradients."""

@@ -737,34 +737,33 @@ class BucketState:
 
     def take_all(self, grads: Sequence[Tensor | None]) -> bool:
         """Take the gradients of its node into the bucket; returns arrived()."""
-        given = [i for i, grad in enumerate(grads) if grad is not None]
-        if self._are_usual(given, grads):
+        given = {i: grad for i, grad in enumerate(grads) if grad is not None}
+        if self._are_usual(given):
             self.open_grad()
             views = self.grad_views
             again = [i for i in given if i in self.has]
             first = [i for i in given if i not in self.has]
             if again:
-                torch._foreach_add_([views[i] for i in again], [grads[i] for i in again])
+                torch._foreach_add_([views[i] for i in again], [given[i] for i in again])
             if first:
-                torch._foreach_copy_([views[i] for i in first], [grads[i] for i in first])
+                torch._foreach_copy_([views[i] for i in first], [given[i] for i in first])
             for i in first if self.shows_grad else ():
                 self.params[i].grad = views[i]
             self.note(*given)
         else:
-            for i in given:
-                self._add(i, grads[i], by_hook=False)
+            for i, grad in given.items():
+                self._add(i, grad, by_hook=False)
         placed = self.has if self.casts else ()  # computed in place: gradients.py, Places
         return self.arrived(*(() if self.used_directly else (*given, *placed, _NODE)))
 
-    def _are_usual(self, positions: list[int], grads: Sequence[Tensor | None]) -> bool:
+    def _are_usual(self, given: dict[int, Tensor]) -> bool:
         """Whether these gradients can be copied, or added, as they are."""
         if self.sources is not None or self.phase in SENT:
             return False
-        first = [i for i in positions if i not in self.has] if self.shows_grad else ()
+        first = [i for i in given if i not in self.has] if self.shows_grad else ()
         if [i for i in first if self.params[i].grad is not None]:  # set by hand
             return False
-        there = [g for g in grads if g is not None]
-        return not [g for g in there if g.requires_grad or g.layout is not torch.strided]
+        return not [g for g in given.values() if g.requires_grad or g.layout is not torch.strided]
 
     def grad_place(self, position: int) -> tuple[Tensor, bool]:
         """Memory for a gradient, which is there from now on, and whether to add to it."""

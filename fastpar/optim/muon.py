@@ -621,7 +621,7 @@ def _dtype_of_products(p: Tensor) -> torch.dtype:
 
 def _key_of(p: Tensor) -> str:
     engine = engine_of_parameter(p)
-    return "" if engine is None else engine.shards.bucket_of(p).spec.key  # type: ignore[arg-type]
+    return "" if engine is None else engine.shards.bucket_of(p).spec.key
 
 
 def _matrix_shape(p: Tensor) -> torch.Size:

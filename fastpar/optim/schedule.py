@@ -282,7 +282,7 @@ def _write_pieces(optimizer: torch.optim.Optimizer, values: dict[Tensor, Tensor]
         whole = of.shards.full(values[p], p)
         if of.shards.declared is not None:
             whole = of.shards.declared.cut(whole, p)
-        of.shards.write(p, whole)  # type: ignore[arg-type]
+        of.shards.write(p, whole)
 
 
 def forget_average(optimizer: EngineOptimizer) -> None:
