@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -179,7 +179,7 @@ def _without_graph(call: Call) -> Rest:
 _Sent = tuple[Handle, Tensor]  # (of the exchange, memory for the received messages)
 
 
-def _others(items: Sequence[Any], me: int) -> list[Any]:
+def _others(items: Iterable[Any], me: int) -> list[Any]:
     return [item for i, item in enumerate(items) if i != me]
 
 

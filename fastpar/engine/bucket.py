@@ -670,13 +670,18 @@ class BucketState:
         """Bytes of the whole gradients."""
         return self.spec.numel * self.grad_dtype.itemsize
 
+    def piece(self, position: int) -> Piece:
+        """This rank's piece of a parameter."""
+        if self.stage.shards:
+            return self.all_pieces()[position]
+        whole = self.stepped is self.shard
+        value = self.params[position] if whole else self.slot_of(self.stepped, position)
+        return Piece(value, self.grad_of(position), 0)
+
     def all_pieces(self) -> list[Piece]:
-        """This rank's piece of each parameter."""
+        """piece() of all."""
         if not self.stage.shards:
-            values: Iterable[Tensor] = self.params
-            if self.stepped is not self.shard:
-                values = (self.slot_of(self.stepped, i) for i in range(len(self.params)))
-            return [Piece(x, self.grad_of(i), 0) for i, x in enumerate(values)]
+            return list(map(self.piece, range(len(self.params))))
         if self._piece_views is None or self._piece_views[0] is not self.reduced:
             views = []
             for slot, (start, stop) in zip(self.slots, self.pieces):

@@ -302,7 +302,7 @@ class Shards:
         """This rank's piece of a parameter, and of its gradient."""
         bucket, position = self.places[p]  # type: ignore[index]
         bucket.storage.await_weights(bucket)
-        return bucket.all_pieces()[position]
+        return bucket.piece(position)
 
     def are_stepped_in_place(self) -> bool:
         """Whether every piece is the parameter, with p.grad."""
