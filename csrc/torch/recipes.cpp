@@ -66,6 +66,15 @@ struct Driver {
   bool is_open() const { return get_context && launch && encode_tile && error_name; }
 };
 
+// The driver's stream. Before torch 2.11 a stream does not tell it: calls stay in Python.
+template <class Stream>
+constexpr bool kHasHandle = requires(const Stream& stream) { stream.native_handle(); };
+template <class Stream>
+void* handle_of(const Stream& stream) {
+  if constexpr (kHasHandle<Stream>) return stream.native_handle();
+  return nullptr;
+}
+
 // CUDA is initialized when there is a CUDA tensor.
 const Driver& driver() {
   static const Driver found;
@@ -141,7 +150,7 @@ class Call {
     put('o', &op.schema());
     const size_t given = op.schema().arguments().size();
     for (auto value = stack.end() - given; usual_ && value != stack.end(); ++value) put(*value);
-    usual_ = usual_ && !tensors_.empty() && driver().is_open();
+    usual_ = usual_ && kHasHandle<c10::Stream> && !tensors_.empty() && driver().is_open();
     if (!usual_) return;
     put('d', tensors_[0]->device().index());
     put('a', at::globalContext().deterministicAlgorithms());
@@ -423,7 +432,7 @@ void repeat(const Recipe& recipe, const Call& call, const c10::OperatorHandle& o
     addresses.push_back(address_of(made.back()));
   }
   const c10::impl::VirtualGuardImpl device(c10::kCUDA);
-  void* const stream = device.getStream(call.device()).native_handle();
+  void* const stream = handle_of(device.getStream(call.device()));
   for (size_t i = 0; i < recipe.launches.size(); ++i) {
     const Launch& x = recipe.launches[i];
     Parameters parameters(x, addresses.data(), op);
