@@ -227,7 +227,7 @@ LISTED = [  # op, last dimension, rows of the plain case
     ("layer_norm", 768, 8192), ("residual_layer_norm", 768, 8192),
     ("linear_cross_entropy", 50304, 2048), ("cross_entropy", 50304, 1024),
     ("bias_gelu", 3072, 8192),
-    ("embedding", 768, 8192), ("weight_gradient", 768, 4096), ("attention_masked", 64, 256),
+    ("embedding", 768, 8192), ("attention_masked", 64, 256),
     ("dropout", 0, 48), ("adamw_step_", 0, 1024), ("pack_", 0, 8192), ("unpack_", 0, 8192),
     ("accumulate_", 0, 8192), ("sum_shards", 0, 8192), ("global_norm", 0, 8192),
     ("linear_fp8", 768, 2048), ("linear_fp8", 3072, 512), ("grouped_linear", 768, 2048),

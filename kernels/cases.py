@@ -29,7 +29,6 @@ from fastpar.kernels import Rng, adamw, backend, make_key, reference
 from fastpar.kernels.backend import wide
 from fastpar.kernels.choice import PARTS
 from fastpar.kernels.global_norm import norm_bins, norm_from_bins
-from fastpar.kernels.linear import weight_gradient, wide_product
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS
 
 
@@ -1185,31 +1184,6 @@ def linears(rows: int, size: int, device: str) -> Iterator[OpCase]:
     """GPT-2's layers without the last one, and a column of 127."""
     for C, out in ((size, 3 * size), (4 * size, size), (127, 1)):
         yield linear_case(rows, C, out)
-
-
-@makes("weight_gradient")
-def weight_gradients(rows: int, size: int, device: str) -> Iterator[OpCase]:
-    """The weight gradient of a linear layer, kept in fp32, compared with one rounded to 16 bits
-    first; then that of two micro-batches, the second added to the first."""
-
-    def added(dy: Tensor, x: Tensor) -> Tensor:
-        first, (dy2, x2) = zip(dy.chunk(2), x.chunk(2))
-        return wide_product(dy2.t(), x2, weight_gradient(*first), add=True)
-
-    def rounded(dy: Tensor, x: Tensor, parts: int) -> Tensor:
-        products = [(a.t() @ b).float() for a, b in zip(dy.chunk(parts), x.chunk(parts))]
-        return functools.reduce(torch.add, products)
-
-    def inputs(draw: Draw, out: int) -> Inputs:
-        return {"dy": draw(rows, out), "x": draw(rows, size)}
-
-    how: dict[str, Any] = {"inner": FP32, "differentiable": False}
-    for parts, own, name in ((1, weight_gradient, ""), (2, added, " added")):
-        eager = functools.partial(rounded, parts=parts)
-        for out in (3 * size, 8):
-            calls, shape = (own, lambda dy, x: dy.t() @ x, eager), f"N={rows} {size}->{out}{name}"
-            make = functools.partial(inputs, out=out)
-            yield OpCase("weight_gradient", shape, make, *calls, ("dweight",), HALF, **how)
 
 
 def linear_fp8_case(N: int, C: int, out: int, scaling: str, how: str = "") -> OpCase:

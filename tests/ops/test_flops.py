@@ -45,7 +45,7 @@ def of_attention(case, inputs):
 
 PRODUCTS = {
     *("attention", "attention_masked", "linear", "linear_fp8", "grouped_linear", "gelu_mlp"),
-    *("linear_cross_entropy", "weight_gradient", "orthogonalize"),
+    *("linear_cross_entropy", "orthogonalize"),
 }
 
 
