@@ -228,8 +228,7 @@ LISTED = [  # op, last dimension, rows of the plain case
     ("linear_cross_entropy", 50304, 2048), ("cross_entropy", 50304, 1024),
     ("bias_gelu", 3072, 8192),
     ("embedding", 768, 8192), ("attention_masked", 64, 256),
-    ("dropout", 0, 48), ("adamw_step_", 0, 1024), ("pack_", 0, 8192), ("unpack_", 0, 8192),
-    ("accumulate_", 0, 8192), ("sum_shards", 0, 8192), ("global_norm", 0, 8192),
+    ("dropout", 0, 48), ("adamw_step_", 0, 1024), ("sum_shards", 0, 8192), ("global_norm", 0, 8192),
     ("linear_fp8", 768, 2048), ("linear_fp8", 3072, 512), ("grouped_linear", 768, 2048),
     ("rms_norm", 1600, 2048), ("residual_rms_norm", 768, 2048), ("layer_norm", 1600, 2048),
     ("attention_masked", 128, 256), ("cross_entropy", 257, 2048),
@@ -654,7 +653,7 @@ TIMED = [
     ("cross_entropy", ""), ("linear_cross_entropy", "N=16384 C=768"),
     ("layer_norm", "layer_norm N=32768 C=768"), ("gelu", "F=3072"),
     ("attention", "H=12 T=1024 D=64"), ("adamw", "bf16 124M"), ("embedding", "C=768"),
-    ("global_norm", "GPT-2"), ("linear_fp8", "c_fc"), ("quantize", "int8"), ("bucket", ""),
+    ("global_norm", "GPT-2"), ("linear_fp8", "c_fc"), ("quantize", "int8"), ("sum_shards", ""),
     ("philox", ""), ("grouped_linear", ""),
 ]  # fmt: skip
 ATTEND = """

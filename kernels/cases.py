@@ -495,29 +495,6 @@ def activations(rows: int, size: int, device: str) -> Iterator[OpCase]:
         yield activation(63, 127, kind, 30.0)
 
 
-def mlp(N: int, C: int, *, last_bias: bool = True) -> OpCase:
-    """gelu(x @ weight1.T + bias1) @ weight2.T + bias2."""
-
-    def make(draw: Draw) -> Inputs:
-        weights = {"weight1": draw(4 * C, C) * C**-0.5, "bias1": draw(4 * C)}
-        weights["weight2"] = draw(C, 4 * C) * (4 * C) ** -0.5
-        return {"x": draw(N, C), **weights} | ({"bias2": draw(C)} if last_bias else {})
-
-    def eager(x, weight1, bias1, weight2, bias2=None):
-        x = F.gelu(F.linear(x, weight1, bias1), approximate="tanh")
-        return F.linear(x, weight2, bias2)
-
-    product = 16.0 * N * C * C
-    name = f"N={N} C={C}" + ("" if last_bias else " no last bias")
-    return _case(kernels.gelu_mlp, name, make, eager, flops=(product, 2 * product))
-
-
-@makes("gelu_mlp", proven=False)
-def mlps(rows: int, size: int, device: str) -> Iterator[OpCase]:
-    """Both layers of an MLP."""
-    yield mlp(rows, size)
-
-
 # Losses
 
 
@@ -1062,28 +1039,13 @@ def adamw_steps(rows: int, size: int, device: str) -> Iterator[OpCase]:
                     yield adamw_case(few, (dtype,), master, grad, moment)
 
 
-@makes("pack_", "unpack_", "accumulate_", "sum_shards", "global_norm")
+@makes("sum_shards", "global_norm")
 def flat_ops(rows: int, size: int, device: str) -> Iterator[OpCase]:
-    """Ops of buckets and of the norm: a list of two tensors, or flat memory."""
+    """Sums of shards, and the norm of a list of two tensors."""
     numel = rows * (size or 768)
 
     def two(draw: Draw) -> Inputs:
         return {"a": draw(numel // 3), "b": draw(numel - numel // 3)}
-
-    def packed(op: Any, a: Tensor, b: Tensor) -> Tensor:
-        flat = a.new_empty(a.numel() + b.numel())
-        op(flat, [a, b], scale=0.5)
-        return flat
-
-    def unpacked(op: Any, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        results = torch.empty_like(a), torch.empty_like(b)
-        op(list(results), torch.cat([a, b]), scale=0.5)
-        return results
-
-    def accumulated(op: Any, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        totals = a.clone(), b.clone()
-        op(list(totals), [a, b], scale=0.5)
-        return totals
 
     def summed(op: Any, a: Tensor, b: Tensor) -> Tensor:
         out = torch.empty_like(a)
@@ -1100,14 +1062,11 @@ def flat_ops(rows: int, size: int, device: str) -> Iterator[OpCase]:
             return norm_from_bins(norm_bins([a, b]), max_norm=1.0).norm
         return normed(op, a, b)
 
-    ways = {"pack_": packed, "unpack_": unpacked, "accumulate_": accumulated}
-    ways |= {"sum_shards": summed, "global_norm": normed}
-    for op, how in [*ways.items(), ("global_norm", by_bins)]:
-        outputs = ("a", "b") if op in ("unpack_", "accumulate_") else ("y",)
+    for op, how in (("sum_shards", summed), ("global_norm", normed), ("global_norm", by_bins)):
         own = functools.partial(how, getattr(kernels, op))
-        ref = functools.partial(how, getattr(reference, f"{op.removesuffix('_')}_ref"))
+        ref = functools.partial(how, getattr(reference, f"{op}_ref"))
         shape = f"P={numel}" + " by bins" * (how is by_bins)
-        yield OpCase(op, shape, two, own, ref, ref, outputs, differentiable=False)
+        yield OpCase(op, shape, two, own, ref, ref, ("y",), differentiable=False)
 
 
 def codes_case(numel: int, block: int) -> OpCase:

@@ -28,7 +28,7 @@ OWN, STOCK = "own", "torch"
 PROVER = "fastpar.doctor.doctor"  # its prove_first_use(case, tensor) and known_proof(case)
 # Ops over lists of tensors or flat memory, for which the last dimension is irrelevant.
 _FLAT = frozenset({
-    "adamw_step_", "pack_", "unpack_", "accumulate_", "sum_shards", "global_norm",
+    "adamw_step_", "sum_shards", "global_norm",
     "quantize_blockwise", "dequantize_blockwise", "dropout",
 })  # fmt: skip
 PARTS = {  # ops that are proven with another op

@@ -269,7 +269,7 @@ def _is_known(table: ProofTable, case: Case, compiled: bool) -> bool:
     return not proof.own_ms[0] or min(proof.compiled_ms) > 0
 
 
-FLAT_OPS = ("adamw_step_", "global_norm", "pack_", "unpack_", "accumulate_", "sum_shards")
+FLAT_OPS = ("adamw_step_", "global_norm", "sum_shards")
 
 
 def cases_of_model(

@@ -44,7 +44,7 @@ def of_attention(case, inputs):
 
 
 PRODUCTS = {
-    *("attention", "attention_masked", "linear", "linear_fp8", "grouped_linear", "gelu_mlp"),
+    *("attention", "attention_masked", "linear", "linear_fp8", "grouped_linear"),
     *("linear_cross_entropy", "orthogonalize"),
 }
 

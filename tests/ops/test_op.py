@@ -486,8 +486,6 @@ OUTSIDE = [  # words, call
       for scale in (float("inf"), float("nan"), 0.0, "0.1")),
     ("global_norm: expected 0 < loss_scale < inf, got",
      lambda: kernels.global_norm([X], loss_scale="2")),
-    ("pack_: expected a number, got scale='2'",
-     lambda: kernels.pack_(torch.zeros(4), [W], scale="2")),
     (r"make_key: expected 0 <= seed < 2..63, got seed=1.5", lambda: make_key(1.5, 0)),
 ]  # fmt: skip
 
