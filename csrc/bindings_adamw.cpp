@@ -135,8 +135,8 @@ void refuse_overlap(std::vector<Extent>& extents, bool grads_too) {
   }
 }
 
-// What each tensor of a call takes: its hyper (empty: the first), and the index of its first element
-// (empty: after the tensors before, each rounded up to 256).
+// What each tensor of a call takes: its hyper (empty: the first), and the index of its first
+// element (empty: after the tensors before, each rounded up to 256).
 struct Places {
   const std::vector<int64_t>&hyper, &first_index;
 };

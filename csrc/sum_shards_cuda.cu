@@ -5,7 +5,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kGroup = 8;   // elements of one step of a thread: 16 bytes of a 16-bit type
+constexpr int kGroup = 8;  // elements of one step of a thread: 16 bytes of a 16-bit type
 constexpr int64_t kArgumentBytes = 32764;  // of all arguments of a kernel
 
 constexpr int64_t kShards = (kArgumentBytes - 64) / sizeof(void*);
@@ -126,7 +126,7 @@ __device__ FASTPAR_INLINE float sum_element(const Shards& shards, int64_t at) {
 }
 
 template <class Shard, class Out>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     sum_shards_kernel(const __grid_constant__ Shards shards, Out* out, int64_t n, int head) {
   const int64_t first = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t step = int64_t(gridDim.x) * kThreads;
