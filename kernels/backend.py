@@ -295,7 +295,6 @@ def use_triton(op: str, x: Tensor) -> bool:
     return able and _allowed(op, x)
 
 
-
 def keep_freed_memory() -> bool:
     """Keeps freed CPU memory mapped in this process; returns whether the C library supports it.
 

@@ -19,6 +19,7 @@ quantize: "eager" is the same arithmetic in plain torch: rounded to nearest, or 
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -134,6 +135,11 @@ def activation(bench: Bench) -> Iterator[Case]:
         yield at_rows(bench, make, rows, 512, name=f"{kind} N={rows} F={width}")
 
 
+def repeated(call: Callable[[Tensor], Tensor], times: int) -> Callable[[Tensor], Tensor]:
+    """What makes the call so often, and returns the last result."""
+    return lambda x: [call(x) for _ in range(times)][-1]
+
+
 def orthogonalize(bench: Bench) -> Iterator[Case]:
     on_cpu, theirs = [(768, 768), (768, 3072)], "torch.optim.Muon"
     wide = dtype_of(bench) == WIDE
@@ -151,10 +157,13 @@ def orthogonalize(bench: Bench) -> Iterator[Case]:
     others: dict[str, Any] = {"eager": eager, theirs: muon}
     how: dict[str, Any] = {"directions": ("call",), "compiled": False}
     how["unjudged"] = (theirs,) * wide
-    for m, n in of_device(bench, [*on_cpu, (1600, 6400)], on_cpu, [(64, 64), (64, 256)]):
-        whole, few = (cases.orthogonal_case(a, b, QUINTIC) for a, b in ((m, n), (64, 64 * n // m)))
-        name = f"orthogonalize {'fp32' if wide else 'bf16'} {m}x{n}"
-        yield timed(bench, whole, few, others, name=name, **how)
+    shapes = of_device(bench, [*on_cpu, (1600, 6400)], on_cpu, [(64, 64), (64, 256)])
+    for (m, n), many in itertools.product(shapes, (1, 12) if bench.device == "cuda" else (1,)):
+        sizes, case = ((m, n), (64, 64 * n // m)), cases.orthogonal_case
+        whole, few = (case(*size, QUINTIC, many=many) for size in sizes)
+        each = {name: repeated(call, many) for name, call in others.items()}
+        name = f"orthogonalize {'fp32' if wide else 'bf16'} {whole.shape}"
+        yield timed(bench, whole, few, each, name=name, **how)
 
 
 # Tokens and masks

@@ -27,10 +27,11 @@ Owners: an update that needs a whole matrix is computed once, on its owner, in t
     pieces along dp <--all_to_all-- slices along tp <--all_to_all-- its result
 
 The result depends on the whole matrix alone, so its bits are those of one process at any stage, dp
-and tp. At stage 0 every rank has the gradient, and the first hop is not needed. Replicas of a
-sharded model and stages of a pipeline work independently. All first hops are launched before the
-first wait, bucket after bucket, and each result is sent while the next matrix is computed.
-Temporary memory: the exchanged pieces, and the products of one matrix.
+and tp (on a GPU in deterministic mode: kernels/orthogonalize.py, [Note: many at once]). At stage 0
+every rank has the gradient, and the first hop is not needed. Replicas of a sharded model and stages
+of a pipeline work independently. All first hops are launched before the first wait, bucket after
+bucket, and the results of a bucket are sent while those of the next are computed. Temporary memory:
+the exchanged pieces, and the products of one matrix, on a GPU of at most 16.
 """
 
 from __future__ import annotations
@@ -47,15 +48,16 @@ from fastpar.axes.experts.mixture import Router
 from fastpar.comm.collectives import Collectives, Handle, started
 from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.kernels.adamw import store_values, values_of
-from fastpar.kernels.orthogonalize import POLAR_EXPRESS, orthogonalize
+from fastpar.kernels.orthogonalize import POLAR_EXPRESS, orthogonalize_each
 from fastpar.nn.modules import is_conv1d
 from fastpar.optim.adamw import AdamW, capturing
 from fastpar.optim.base import Row, Rows, check_ranges
 from fastpar.optim.state import add_master, whole_shape
 from fastpar.sharding.layout import parameter_names
 
-# (parameter, whole matrix) -> (its result of the same shape, [R] numbers for every rank).
-Compute = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# Whole matrices by parameter -> (result of the same shape, [R] numbers for every rank) of each.
+Compute = Callable[[dict[Tensor, Tensor]], dict[Tensor, tuple[Tensor, Tensor]]]
+_AT_ONCE = 16  # parameters without an engine whose results are made together
 
 
 class Owner(NamedTuple):
@@ -135,7 +137,8 @@ class Owners:
         outgoing = []
         for i, batch in enumerate(given):
             whole = self._join(batch, self._whole_along_dp(batch, pieces, incoming), i)
-            results = {p: compute(p, whole.pop(p)) for p in list(whole)}
+            results = compute(whole)
+            del whole
             message = self._send_slices(batch, results, i)
             del results
             if self.n_tp == 1:
@@ -453,9 +456,9 @@ class Muon(AdamW):
             pieces = {p: self._momentum(row, factor) for p, row in by_param.items()}
             results: Iterable[tuple[Tensor, Tensor, Tensor]]
             if engine is None:
-                results = ((p, *self._result(p, x)) for p, x in pieces.items())
+                results = self._results_alone(pieces)
             else:
-                results = self._owners(engine, dtype, travel).run(pieces, self._result)
+                results = self._owners(engine, dtype, travel).run(pieces, self._results)
             for p, update, squares in results:
                 self._apply(by_param[p], update, squares)
 
@@ -481,18 +484,37 @@ class Muon(AdamW):
             moved = moved * beta + grad
         return moved.to(_dtype_of_products(p)).reshape(-1)
 
-    def _result(self, p: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
-        """(the orthogonal factors of a whole parameter, its rows' squares)."""
+    def _results_alone(
+        self, pieces: dict[Tensor, Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of parameters without an engine, some at a time."""
+        params = list(pieces)
+        for start in range(0, len(params), _AT_ONCE):
+            some = {p: pieces.pop(p) for p in params[start : start + _AT_ONCE]}
+            yield from ((p, *result) for p, result in self._results(some).items())
+
+    def _results(self, wholes: dict[Tensor, Tensor]) -> dict[Tensor, tuple[Tensor, Tensor]]:
+        """(the orthogonal factors of a whole parameter, its rows' squares) of each."""
+        alike: dict[tuple, list[tuple[Tensor, Tensor]]] = {}  # by the options of the steps
+        for p, whole in wholes.items():
+            group, x = self._group_of(p), whole.view(_matrix_shape(p))
+            x = x.t() if group["transposed"] else x
+            given, n = group["ns_coefficients"], group["ns_steps"]
+            steps = (tuple(given),) * n if given else POLAR_EXPRESS[:n]
+            matrices = [(p, part) for part in x.split(self._rows(p))]
+            alike.setdefault((steps, group["eps"]), []).extend(matrices)
+        factors: dict[Tensor, list[Tensor]] = {p: [] for p in wholes}
+        for (steps, eps), these in alike.items():
+            xs = [x for _, x in these]
+            made = orthogonalize_each(xs, coefficients=steps, eps=eps, dtype=xs[0].dtype)
+            for (p, _), factor in zip(these, made):
+                factors[p].append(factor)
+        return {p: self._joined(p, parts) for p, parts in factors.items()}
+
+    def _joined(self, p: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """(a parameter's result, its rows' squares) from its matrices' factors."""
         group, state = self._group_of(p), self.state[p]
-        x = whole.view(_matrix_shape(p))
-        x = x.t() if group["transposed"] else x
-        given = group["ns_coefficients"]
-        steps = (given,) * group["ns_steps"] if given else POLAR_EXPRESS[: group["ns_steps"]]
-        parts = [
-            orthogonalize(part, coefficients=steps, eps=group["eps"], dtype=x.dtype)
-            for part in x.split(self._rows(p))
-        ]
-        squares = x.new_empty(0)
+        squares = parts[0].new_empty(0)
         if group["row_beta"] is not None:
             moment = state["row_second_moment"]
             beta, wide = float(group["row_beta"]), moment.dtype
@@ -500,8 +522,8 @@ class Muon(AdamW):
             moment = moment * beta + means * (1.0 - beta)
             by_part = moment.clamp(min=1e-16).rsqrt().split(self._rows(p))
             parts = [_rows_scaled(part, by) for part, by in zip(parts, by_part)]
-            squares = moment.view(x.dtype)
-        first, columns = len(parts[0]), x.shape[1]
+            squares = moment.view(parts[0].dtype)
+        first, columns = parts[0].shape
         for i, part in enumerate(parts):  # _apply() scales all as the first
             if len(part) != first:
                 factor = _lr_scale(group, len(part), columns) / _lr_scale(group, first, columns)
