@@ -27,6 +27,7 @@ from fastpar.kernels.global_norm import global_norm
 from fastpar.kernels.linear import add_matmul_, matmul
 
 Coefficients = Sequence[tuple[float, float, float]]
+TOGETHER = 1 << 24  # elements of matrices that a GPU works on together, at most
 
 
 # Amsel, Persson, Musco, Gower 2025, arXiv 2505.16932, algorithm 1, of p(s / 1.01): singular values
@@ -95,7 +96,7 @@ def at_once(x: Tensor) -> int:
     """How many matrices like x go through the steps together; [Note: many at once]."""
     if not x.is_cuda or ignores_times():
         return 1
-    return max(1, min(16, (1 << 25) // max(1, x.numel())))
+    return max(1, TOGETHER // max(1, x.numel()))
 
 
 @torch.no_grad()
