@@ -75,6 +75,7 @@ from fastpar.settings.model import (
     GPTConfig,
     Part,
     block_parts,
+    computed_qkv,
     first_parts,
     last_parts,
     products,
@@ -223,7 +224,7 @@ class Table:
         of_heads, row = n * heads * shape.head_size * item, choices * item
         self.sizes = {
             **{"C": self.own, "A": of_heads},
-            "QKV": of_heads * (1 + 2 / shape.queries_per_key),
+            "QKV": n * computed_qkv(shape, tp) * item,
             **{"F": n * shape.inner * item / tp, "2F": 2 * n * shape.inner * item / tp, "D": 0.0},
             **{"stats": statistics, "lse": (4 if on_gpu else 8) * n * attended},
             **{"X": 4 * n * shape.n_embd, "E": 4 * n * shape.n_expert, "choices": 20 * choices},
@@ -252,7 +253,11 @@ class Table:
             k = self.letters[part.into]
             scales = {"row": 1, "block": -(-k // BLOCK), "tensor": 0}[self.setup.fp8_scaling]
             return self.n * (k + 4 * scales)
-        return sum(self.sizes[letter] for letter in part.keeps)
+        kept = sum(self.sizes[letter] for letter in part.keeps)
+        shared = self.shape.copies_of_keys(self.setup.tp) > 1
+        if shared and (part.into, part.out) == ("C", "QKV"):  # the gathered weight
+            kept += self.sizes["QKV"] / self.n * self.shape.n_embd
+        return kept
 
     def _needs(self, part: Part) -> float:
         """Gradients of output and input; where tokens are split, a product gathers both."""

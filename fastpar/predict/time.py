@@ -43,6 +43,7 @@ from fastpar.settings.model import (
     Part,
     block_parts,
     column_share,
+    computed_qkv,
     first_parts,
     flops_per_token,
     last_parts,
@@ -172,7 +173,7 @@ _decides_passes = attrgetter(
 def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
     """Forward and backward."""
     micro, n_micro, t, c, by_keys, pp, sequence_parallel, mode, item, device, ep = decides
-    sizes, seq_len = widths(shape, t), shape.block_size
+    sizes, seq_len = widths(shape, t) | {"QKV": computed_qkv(shape, t)}, shape.block_size
     rows = 2 * micro * -(-seq_len // (2 * c)) if by_keys else -(-micro * seq_len // c)
     sent, heads = rows * shape.top_k, shape.heads_of_rank(t)
     on = {"tokens": rows, "own": -(-rows // t) if sequence_parallel else rows, "choices": sent}

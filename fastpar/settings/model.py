@@ -134,12 +134,21 @@ class GPTConfig:
         """Heads per tp rank, including padding heads if tp does not divide n_head."""
         return -(-self.n_head // tp)
 
+    def copies_of_keys(self, tp: int) -> int:
+        """Ranks of tp that compute the same head of keys and values, each for its own queries."""
+        return max(1, tp * self.queries_per_key // self.n_head)
+
+    def splits_keys(self, tp: int) -> bool:
+        """Whether tp divides the heads of keys and values, or is a multiple of them. GPT-2's are
+        padded."""
+        copies, keys = self.copies_of_keys(tp), self.n_head // self.queries_per_key
+        shared = self.n_head % tp == 0 and tp % keys == 0 and self.head_size % copies == 0
+        return self.queries_per_key == 1 or keys % tp == 0 or shared
+
     def splits_by(self, tp: int) -> bool:
-        """Whether tp can split the layers; heads are padded unless they are grouped, the MLP's
-        features are not."""
+        """Whether tp can split the layers."""
         dense = self.expert_layers < self.n_layer and self.inner % tp
-        grouped = self.queries_per_key > 1 and self.n_head // self.queries_per_key % tp
-        return tp <= self.n_head and not dense and not grouped and self.hidden % tp == 0
+        return tp <= self.n_head and not dense and self.splits_keys(tp) and self.hidden % tp == 0
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> GPTConfig:
@@ -442,6 +451,13 @@ def column_share(shape: GPTConfig) -> float:
 def vocabulary_rows(shape: GPTConfig, tp: int) -> int:
     """Rows of the embedding on a tp rank, including the padding of its slice."""
     return -(-shape.padded_vocab_size // (tp * VOCAB_MULTIPLE)) * VOCAB_MULTIPLE
+
+
+def computed_qkv(shape: GPTConfig, tp: int) -> int:
+    """Features of q, k and v that a tp rank computes; it stores weights of fewer if it shares a
+    head of keys."""
+    keys = shape.copies_of_keys(tp) / shape.queries_per_key
+    return round(shape.heads_of_rank(tp) * shape.head_size * (1 + 2 * keys))
 
 
 def widths(shape: GPTConfig, tp: int = 1, ep: int = 1) -> dict[str, int]:
