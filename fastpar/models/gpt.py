@@ -218,7 +218,7 @@ def fill(
         elif made is None and part.out == "E":
             made = Router(config, shapes_of([part], config)[0])
         elif made is None and part.on == "experts":
-            made = Stack(shapes_of([part], config)[0])
+            made = Stack(shapes_of([part], config)[0], part.bias, matrices_of(part, config))
         elif made is None:
             shape, *biases = shapes_of([part], config)
             made = Weights(*shape, bias=bool(biases))
@@ -230,7 +230,7 @@ def matrices_of(part: Part, config: GPTConfig) -> tuple[int, ...]:
     """See Weights."""
     if part.out == "QKV":
         return config.queries_per_key, 1, 1
-    return (1, 1) if part.out == "2F" else (1,)
+    return (1, 1) if part.out in ("2F", "2H") else (1,)
 
 
 def states_of(
@@ -1016,7 +1016,7 @@ def upcycled(dense: GPT, experts: dict[str, Any], *, seed: int = 0) -> GPT:
             f"{dense.config.n_expert}; drop --n-expert to keep its own experts"
         )
     config = replace(dense.config, **experts)
-    if config.top_k < 2 or config.hidden != 4 * config.n_embd:
+    if config.top_k < 2 or config.hidden != config.inner:
         raise ValueError(
             "upcycled: expected top_k >= 2, so that weights add up to 1, and experts as wide as "
             f"the MLP, got top_k={config.top_k} expert_hidden={config.expert_hidden}; change them, "

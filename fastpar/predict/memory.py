@@ -228,7 +228,8 @@ class Table:
             **{"F": n * shape.inner * item / tp, "2F": 2 * n * shape.inner * item / tp, "D": 0.0},
             **{"stats": statistics, "lse": (4 if on_gpu else 8) * n * attended},
             **{"X": 4 * n * shape.n_embd, "E": 4 * n * shape.n_expert, "choices": 20 * choices},
-            **{"R": row * shape.n_embd, "H": row * shape.hidden / tp},
+            **{"H": row * shape.hidden / tp, "2H": 2 * row * shape.hidden / tp},
+            "R": row * shape.n_embd,
         }
         self.letters = widths(shape, tp, setup.ep)
         rows = self.letters["V"]

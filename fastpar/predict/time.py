@@ -129,7 +129,7 @@ def _matrices(
     sizes, sides = widths(shape), {}
     for part in (*block_parts(shape, experts=True), *block_parts(shape)):
         if part.op == "matmul":
-            many = {"QKV": shape.queries_per_key + 2, "2F": 2}.get(part.out, 1)
+            many = {"QKV": shape.queries_per_key + 2, "2F": 2, "2H": 2}.get(part.out, 1)
             both = sorted((sizes[part.into], sizes[part.out] // many))
             sides[f"{part.name}.weight", part.on == "experts"] = many, *both
     bucket_of, kinds = {s.registered: s.bucket for s in buckets.layout.slots}, Counter[Any]()
@@ -138,7 +138,7 @@ def _matrices(
         if bool(buckets.layout.buckets[bucket_of[i]].key) == of_experts:
             stack = len(buckets.shapes[i]) == 3
             many, *both = sides[buckets.names[i], stack]
-            kind = (buckets.shapes[i][0] if stack else many, *both)
+            kind = (buckets.shapes[i][0] * many if stack else many, *both)
             kinds[kind] += 1
             of_bucket[bucket_of[i]] += math.prod(buckets.shapes[i])
     numel, largest = sum(of_bucket.values()), max(of_bucket.values(), default=0)

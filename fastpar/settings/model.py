@@ -218,11 +218,6 @@ def _check_block(config: GPTConfig) -> None:
             "GPTConfig: expected norm=rms with norm_weight=False, got norm=layer; only RMSNorms "
             "come without weights"
         )
-    if config.n_expert and (config.activation != "gelu" or not config.bias):
-        raise ValueError(
-            f"GPTConfig: expected activation=gelu and bias=True with n_expert={config.n_expert}, "
-            f"got activation={config.activation}, bias={config.bias}; experts are GPT-2's MLPs"
-        )
 
 
 def _check_experts(config: GPTConfig) -> None:
@@ -305,7 +300,7 @@ PRESETS: dict[str, GPTConfig] = {
 # The table
 
 Dims = tuple[str, ...]
-SPLIT = frozenset({"A", "QKV", "F", "2F", "H", "V"})  # the letters that tp splits
+SPLIT = frozenset({"A", "QKV", "F", "2F", "H", "2H", "V"})  # the letters that tp splits
 
 
 class Part(NamedTuple):
@@ -394,11 +389,12 @@ def mlp_parts(shape: GPTConfig) -> tuple[Part, ...]:
 def expert_parts(shape: GPTConfig) -> tuple[Part, ...]:
     """The parts of the experts that replace an MLP; the router's product is in fp32."""
     options: dict[str, Any] = {"on": "experts", "bias": shape.bias}
+    wide = "2H" if shape.activation == "swiglu" else "H"
     return (
         Part("mlp.router", "matmul", "X", "E", ("X", "E", "choices"), bias=False),
         Part("", "permute", "R", "R", (), "choices"),
-        Part("mlp.c_fc", "matmul", "R", "H", ("R",), **options),
-        Part("", _OP_OF[shape.activation], "H", "H", ("H",), "experts"),
+        Part("mlp.c_fc", "matmul", "R", wide, ("R",), **options),
+        Part("", _OP_OF[shape.activation], wide, "H", (wide,), "experts"),
         Part("mlp.c_proj", "matmul", "H", "R", ("H",), **options),
         Part("", "permute", "R", "R", ("R",), "choices"),
     )
@@ -469,7 +465,8 @@ def widths(shape: GPTConfig, tp: int = 1, ep: int = 1) -> dict[str, int]:
         **{"F": shape.inner // tp, "2F": 2 * shape.inner // tp},
         **{"A": attention, "QKV": attention + 2 * keys, "D": shape.head_size},
         **{"V": vocabulary_rows(shape, tp), "T": shape.block_size},
-        **{"H": shape.hidden // tp, "E": experts, "S": experts // ep},
+        **{"H": shape.hidden // tp, "2H": 2 * shape.hidden // tp},
+        **{"E": experts, "S": experts // ep},
     }
 
 

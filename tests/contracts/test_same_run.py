@@ -120,7 +120,7 @@ FAMILIES = {
         "offload": HOST,
     },
 }
-FIRST_SEED = {"experts": 13}  # 12 default rows; of the first seeds the fewest
+FIRST_SEED = {"experts": 3}  # 12 default rows; of the first seeds the fewest
 PAIRED = {  # axes that default rows have together
     "split": set(itertools.combinations(("dp", "tp", "grid", "cp", "pp"), 2)),
     "experts": {*itertools.combinations(("dp", "tp", "cp", "ep"), 2), ("ep", "pp")},

@@ -154,7 +154,6 @@ CONTRADICTIONS = [
     ({"n_kv_head": 3}, "n_head divisible by n_kv_head=3"),
     ({"head_dim": 7, "rope_theta": 1e4}, "even head_dim"),
     ({"norm": "layer", "norm_weight": False}, "norm=rms with norm_weight=False"),
-    ({"activation": "swiglu", "n_expert": 2}, "activation=gelu and bias=True with n_expert=2"),
     ({"activation": "silu"}, "activation as one of gelu, relu2, swiglu"),
     ({"norm": "batch"}, "norm as one of layer, rms"),
     ({"logit_softcap": -1.0}, "logit_softcap >= 0"),
