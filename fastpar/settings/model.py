@@ -174,6 +174,10 @@ ACTIVATIONS = ("gelu", "relu2", "swiglu")
 NORMS = ("layer", "rms")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _check_block(config: GPTConfig) -> None:
     """Raise ValueError for fields of the block that contradict each other."""
     for name, allowed in (("norm", NORMS), ("activation", ACTIVATIONS)):
@@ -191,14 +195,20 @@ def _check_block(config: GPTConfig) -> None:
                 f"GPTConfig: expected a positive integer, got {name}={value}; set {name} >= 1, or "
                 "leave it out"
             )
+    for name in ("norm_weight", "norm_embedding", "bias", "qk_norm", "tied"):
+        if not isinstance(getattr(config, name), bool):
+            raise ValueError(
+                f"GPTConfig: expected True or False, got {name}={getattr(config, name)!r}; set one "
+                "of these"
+            )
     for name in ("rope_theta", "attention_scale"):
         value = getattr(config, name)
-        if value is not None and not 0.0 < value < math.inf:
+        if value is not None and not (_is_number(value) and 0.0 < value < math.inf):
             raise ValueError(
                 f"GPTConfig: expected a number above 0, got {name}={value}; leave it out for the "
                 "default"
             )
-    if not 0.0 <= config.logit_softcap < math.inf:
+    if not (_is_number(config.logit_softcap) and 0.0 <= config.logit_softcap < math.inf):
         raise ValueError(
             f"GPTConfig: expected logit_softcap >= 0, got logit_softcap={config.logit_softcap}; "
             "0: off"
