@@ -464,7 +464,8 @@ class Attention(Parts):
         c_attn, fp8, config = self.c_attn, self.c_proj.fp8, self.config
         if config.attention_scale is not None:
             dropout["softmax_scale"] = config.attention_scale
-        weight, bias, groups = c_attn.weight, c_attn.bias, config.queries_per_key + 2
+        weight, groups = c_attn.weight, config.queries_per_key + 2
+        bias: Tensor | None = c_attn.bias
         if self.tp is not None and (near := self.tp.same_keys) is not None:
             weight, bias = self._gathered(weight, near), self._gathered(bias, near)
             groups = config.queries_per_key // near.size + 2

@@ -135,9 +135,9 @@ class Experts(nn.Module):
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
         self.tp, first = tp, Shard(1, groups=len(self.c_fc.matrices))
-        states = {"router.weight": Partial(), "c_fc.weight": first, "c_proj.weight": Shard(2)}
-        biases = {"c_fc.bias": first, "c_proj.bias": Partial()}
-        return {**states, **biases} if self.c_fc.bias is not None else states
+        states: dict[str, State] = {"router.weight": Partial(), "c_fc.weight": first}
+        states |= {"c_fc.bias": first, "c_proj.weight": Shard(2), "c_proj.bias": Partial()}
+        return {name: states[name] for name, _ in self.named_parameters()}
 
     def expert_parallel(self, ep: ExpertParallel) -> dict[str, State]:
         """Store ep; returns the states of its parameters along ep."""
@@ -172,7 +172,7 @@ class Experts(nn.Module):
             way = Dispatch(counts, self.ep)
             rows, counts = way.to_experts(rows), way.counts
         rows = activation(grouped_linear(rows, fc.weight, fc.bias, counts), None, self.activation)
-        bias = proj.bias
+        bias: Tensor | None = proj.bias
         if bias is not None and self.tp is not None and self.tp.rank:  # one rank adds it
             bias = bias * 0.0
         rows = grouped_linear(rows, proj.weight, bias, counts)
