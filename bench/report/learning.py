@@ -77,6 +77,19 @@ def steps_table(rows: Sequence[Run]) -> Table:
     return Table([*head, "seeds that reach AdamW's best", "CPU time"], lines)
 
 
+def blocks_table(rows: Sequence[Run]) -> Table:
+    """GPT-2's block and others in the main job, runs of as many steps together."""
+    lines = []
+    narrow = [r for r in rows if r["settings"].get("n_embd") == 192 and "lr" in r["settings"]]
+    runs = _grouped([r for r in narrow if r["settings"]["batch_size"] == 16], {"seed"})
+    for some in sorted(runs, key=lambda some: some[0]["settings"]["max_steps"]):
+        settings = some[0]["settings"]
+        block = {"nanochat-tiny": "NanoChat's"}.get(settings.get("model", ""), "GPT-2's")
+        cells = [block, f"{settings['max_steps']}", f"{settings['lr']:g}"]
+        lines.append(Line([*cells, *_bits(some), f"{_mean(some, 'cpu_s'):.0f}"], some))
+    return Table(["block", "steps", "lr", "seeds", "bits a byte", "CPU s"], lines)
+
+
 def _config(row: Run) -> TrainConfig:
     return TrainConfig().replace(row["settings"])
 
@@ -189,6 +202,7 @@ def beside_table(rows: Sequence[Run], word: str, loss: str, what: str) -> Table:
 # Name of a table -> the folder of its rows, what makes it.
 TABLES: dict[str, tuple[str, Callable[[Sequence[Run]], Table]]] = {
     "steps": ("main_job", steps_table),
+    "blocks": ("main_job", blocks_table),
     "muon": ("muon", muon_table),
     "formats": ("wires", curves_table),
     "time": ("wires", curves_table),

@@ -100,12 +100,14 @@ def by_command(cell: Settings) -> Settings:
 QUIET = {"threads": 1, "eval_every": 0, "save_every": 0, "num_samples": 0, "device": "cpu"}
 LINEAR = {"batch_size": 8, "lr_schedule": "linear"}
 _MUON = {"optimizer": "muon", **LINEAR}
+NARROW = {"max_steps": 1310, **_MUON, "batch_size": 16, "lr": 0.015, "n_embd": 192}
 RECIPES: dict[str, Settings] = {
     "adamw, 8": {"max_steps": 2000, "batch_size": 8, "optimizer": "adamw"},
     "adamw, 8, linear": {"max_steps": 2000, **LINEAR},
     "muon, 8": {"max_steps": 1200, **_MUON},
     "muon, 16": {"max_steps": 764, **_MUON, "batch_size": 16},
-    "muon, narrow": {"max_steps": 1310, **_MUON, "batch_size": 16, "lr": 0.015, "n_embd": 192},
+    "muon, narrow": NARROW,
+    "muon, narrow, NanoChat's block": {**NARROW, "model": "nanochat-tiny", "block_size": 128},
 }
 EXPERTS: dict[str, Settings] = {  # as many floating-point operations a token, or seconds
     "dense": {"max_steps": 1000},

@@ -248,13 +248,16 @@ class Mesh:
                 self._groups[mine] = self.new_group(*axes)
         return self._groups[mine]
 
-    def new_group(self, *axes: str) -> dist.ProcessGroup:
+    def new_group(self, *axes: str, neighbours: int | None = None) -> dist.ProcessGroup:
         """A new process group like group()'s, so that its operations queue behind no others.
 
-        Ranks: all of all replicas, with the same axes.
+        Args:
+            neighbours: of so many consecutive ranks along the axes; a divisor of their number.
+        Ranks: all of all replicas, with the same arguments.
         """
-        self.size(*axes)
-        return self._make_group(self.ranks_along(*axes), axes)
+        every, n = self.ranks_along(*axes), neighbours or self.size(*axes)
+        parts = [ranks[i : i + n] for ranks in every for i in range(0, len(ranks), n)]
+        return self._make_group(parts, axes)
 
     def _make_group(self, ranks: list[list[int]], axes: Sequence[str]) -> dist.ProcessGroup:
         # Small objects use the default group: no other group needs gloo beside NCCL.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.doctor.doctor import Calls, expect
-from fastpar.foreign import fused
+from fastpar.foreign import fused, modern
 from fastpar.foreign.recognize import TORCH_CLASSES, features, plan, plan_losses
 from fastpar.foreign.swap import Swap, restore, swap_in, swap_of, swapped_class
 from fastpar.nn import modules
@@ -239,6 +239,11 @@ _CALLS: tuple[tuple[type[nn.Module], str, Callable[[Any], int]], ...] = (
         "attention_masked",
         lambda m: m.option("head_dim") if m.option("probs") else 0,
     ),
+    (modern.RMSNorm, "rms_norm", lambda m: m.weight.numel() if hasattr(m, "weight") else 0),
+    (modern.MLP, "relu2", lambda m: m.fc1.out_features if hasattr(m, "fc1") else 0),
+    (modern.MLP, "swiglu", lambda m: 0 if hasattr(m, "fc1") else 2 * m.up_proj.out_features),
+    (modern.Attention, "rope", lambda m: m.head_dim),
+    (modern.Attention, "attention", lambda m: m.head_dim),
     (fused.LMHead, "linear_cross_entropy", lambda m: m.lm_head.weight.shape[0]),
     (fused.Loss, "linear_cross_entropy", lambda m: m.lm_head.weight.shape[0]),
 )

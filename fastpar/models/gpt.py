@@ -6,6 +6,11 @@ Shape legend: B batch, T time, C n_embd, H heads, D head dim, F inner, V vocabul
 heads (R = 1, G = H in GPT-2). Head j of group i and j of the keys belong together, so tp splits all
 groups alike, and attention sees the head i of G groups as head j * R + i.
 
+[Note: shared keys] A tp of c times the heads of keys gives each of c neighbours 1/c of a head's
+rows in every group of c_attn, so that every row is on one rank. In forward they gather them; a rank
+uses its R / c heads of queries, and the key and the value. The gradient of what all c use is summed
+where it is scattered again.
+
 [Note: delayed residual] A block returns (x, delta): the residual stream without its MLP's output,
 and that output. The next norm adds them, so that everywhere in the network the residual add, its
 dropout and the following LayerNorm are one op (residual_layer_norm), which also adds the bias of
@@ -213,7 +218,7 @@ def fill(
         elif made is None and part.out == "E":
             made = Router(config, shapes_of([part], config)[0])
         elif made is None and part.on == "experts":
-            made = Stack(shapes_of([part], config)[0])
+            made = Stack(shapes_of([part], config)[0], part.bias, matrices_of(part, config))
         elif made is None:
             shape, *biases = shapes_of([part], config)
             made = Weights(*shape, bias=bool(biases))
@@ -225,7 +230,7 @@ def matrices_of(part: Part, config: GPTConfig) -> tuple[int, ...]:
     """See Weights."""
     if part.out == "QKV":
         return config.queries_per_key, 1, 1
-    return (1, 1) if part.out == "2F" else (1,)
+    return (1, 1) if part.out in ("2F", "2H") else (1,)
 
 
 def states_of(
@@ -459,8 +464,13 @@ class Attention(Parts):
         c_attn, fp8, config = self.c_attn, self.c_proj.fp8, self.config
         if config.attention_scale is not None:
             dropout["softmax_scale"] = config.attention_scale
-        qkv = column_linear(y, c_attn.weight, c_attn.bias, self.tp, c_attn.fp8)  # [B, T, QKV/tp]
-        qkv = qkv.unflatten(-1, (config.queries_per_key + 2, -1, self.head_dim))
+        weight, groups = c_attn.weight, config.queries_per_key + 2
+        bias: Tensor | None = c_attn.bias
+        if self.tp is not None and (near := self.tp.same_keys) is not None:
+            weight, bias = self._gathered(weight, near), self._gathered(bias, near)
+            groups = config.queries_per_key // near.size + 2
+        qkv = column_linear(y, weight, bias, self.tp, c_attn.fp8)  # [B, T, QKV/tp]
+        qkv = qkv.unflatten(-1, (groups, -1, self.head_dim))
         each = self._apart(qkv, turns)  # [B, T, 3, H/tp, D], or q, k and v
         heads = each[0].shape[-2]
         if self.cp is not None and self.cp.by_keys:
@@ -488,10 +498,20 @@ class Attention(Parts):
             o = to_tokens(o[:, None], heads, self.cp)[:, 0]
         return row_linear(o.flatten(-2), self.c_proj.weight, tp=self.tp, fp8=fp8)  # [B, T, C]
 
+    def _gathered(self, own: Tensor | None, near: TensorParallel) -> Tensor | None:
+        """Rows of this rank's queries and of their key and value; see [Note: shared keys]."""
+        if own is None:
+            return None
+        many = self.config.queries_per_key
+        whole = gather(own.unflatten(0, (many + 2, -1)), 1, near, partial=True)  # [R + 2, D, ...]
+        *queries, k, v = whole.unbind()
+        n = many // near.size
+        return torch.cat([*queries[near.rank * n : (near.rank + 1) * n], k, v])
+
     def _apart(self, qkv: Tensor, turns: Tensor | None) -> list[Tensor]:
         """[qkv] as GPT-2's attention takes it, or [q, k, v], normalized and rotated."""
-        config, many = self.config, self.config.queries_per_key
-        if turns is None and not config.qk_norm and many == 1:
+        config, many = self.config, qkv.shape[-3] - 2
+        if turns is None and not config.qk_norm and config.queries_per_key == 1:
             return [qkv]
         options: dict[str, Any] = {"norm": config.qk_norm, "eps": config.layer_norm_eps}
         for name in ("q_norm", "k_norm"):
@@ -997,7 +1017,7 @@ def upcycled(dense: GPT, experts: dict[str, Any], *, seed: int = 0) -> GPT:
             f"{dense.config.n_expert}; drop --n-expert to keep its own experts"
         )
     config = replace(dense.config, **experts)
-    if config.top_k < 2 or config.hidden != 4 * config.n_embd:
+    if config.top_k < 2 or config.hidden != config.inner:
         raise ValueError(
             "upcycled: expected top_k >= 2, so that weights add up to 1, and experts as wide as "
             f"the MLP, got top_k={config.top_k} expert_hidden={config.expert_hidden}; change them, "

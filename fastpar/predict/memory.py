@@ -75,6 +75,7 @@ from fastpar.settings.model import (
     GPTConfig,
     Part,
     block_parts,
+    computed_qkv,
     first_parts,
     last_parts,
     products,
@@ -222,11 +223,12 @@ class Table:
         of_heads, row = n * heads * shape.head_size * item, choices * item
         self.sizes = {
             **{"C": self.own, "A": of_heads},
-            "QKV": of_heads * (1 + 2 / shape.queries_per_key),
+            "QKV": n * computed_qkv(shape, tp) * item,
             **{"F": n * shape.inner * item / tp, "2F": 2 * n * shape.inner * item / tp, "D": 0.0},
             **{"stats": statistics, "lse": (4 if on_gpu else 8) * n * attended},
             **{"X": 4 * n * shape.n_embd, "E": 4 * n * shape.n_expert, "choices": 20 * choices},
-            **{"R": row * shape.n_embd, "H": row * shape.hidden / tp},
+            **{"H": row * shape.hidden / tp, "2H": 2 * row * shape.hidden / tp},
+            "R": row * shape.n_embd,
         }
         self.letters = widths(shape, tp, setup.ep)
         rows = self.letters["V"]
@@ -251,7 +253,11 @@ class Table:
             k = self.letters[part.into]
             scales = {"row": 1, "block": -(-k // BLOCK), "tensor": 0}[self.setup.fp8_scaling]
             return self.n * (k + 4 * scales)
-        return sum(self.sizes[letter] for letter in part.keeps)
+        kept = sum(self.sizes[letter] for letter in part.keeps)
+        shared = self.shape.copies_of_keys(self.setup.tp) > 1
+        if shared and (part.into, part.out) == ("C", "QKV"):  # the gathered weight
+            kept += self.sizes["QKV"] / self.n * self.shape.n_embd
+        return kept
 
     def _needs(self, part: Part) -> float:
         """Gradients of output and input; where tokens are split, a product gathers both."""

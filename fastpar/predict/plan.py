@@ -64,11 +64,11 @@ MOST_MEASURED = 12  # layouts that --measure runs
 
 @dataclass(frozen=True)
 class PlanCommand(ModelSize):
-    """Find the best parallel layout for a GPT-2 on these GPUs: memory, step time, cost, reasons."""
+    """Find the best parallel layout for a GPT on these GPUs: memory, step time, cost, reasons."""
 
     model: str = "gpt2"
-    """Size: gpt2, gpt2-medium, gpt2-large, gpt2-xl; for CPUs micro, mini, small-cpu; or a folder
-    with config.json of a Hugging Face model: then only memory is predicted."""
+    """A preset of `fastpar train`, such as gpt2-xl or qwen3-0.6b; or a folder with config.json of
+    a Hugging Face model: then only memory is predicted."""
     n_expert: int = 0
     """Experts per layer instead of an MLP; 0: none."""
     expert_top_k: int = 2

@@ -43,6 +43,7 @@ from fastpar.settings.model import (
     Part,
     block_parts,
     column_share,
+    computed_qkv,
     first_parts,
     flops_per_token,
     last_parts,
@@ -128,7 +129,7 @@ def _matrices(
     sizes, sides = widths(shape), {}
     for part in (*block_parts(shape, experts=True), *block_parts(shape)):
         if part.op == "matmul":
-            many = {"QKV": shape.queries_per_key + 2, "2F": 2}.get(part.out, 1)
+            many = {"QKV": shape.queries_per_key + 2, "2F": 2, "2H": 2}.get(part.out, 1)
             both = sorted((sizes[part.into], sizes[part.out] // many))
             sides[f"{part.name}.weight", part.on == "experts"] = many, *both
     bucket_of, kinds = {s.registered: s.bucket for s in buckets.layout.slots}, Counter[Any]()
@@ -137,7 +138,7 @@ def _matrices(
         if bool(buckets.layout.buckets[bucket_of[i]].key) == of_experts:
             stack = len(buckets.shapes[i]) == 3
             many, *both = sides[buckets.names[i], stack]
-            kind = (buckets.shapes[i][0] if stack else many, *both)
+            kind = (buckets.shapes[i][0] * many if stack else many, *both)
             kinds[kind] += 1
             of_bucket[bucket_of[i]] += math.prod(buckets.shapes[i])
     numel, largest = sum(of_bucket.values()), max(of_bucket.values(), default=0)
@@ -172,7 +173,7 @@ _decides_passes = attrgetter(
 def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
     """Forward and backward."""
     micro, n_micro, t, c, by_keys, pp, sequence_parallel, mode, item, device, ep = decides
-    sizes, seq_len = widths(shape, t), shape.block_size
+    sizes, seq_len = widths(shape, t) | {"QKV": computed_qkv(shape, t)}, shape.block_size
     rows = 2 * micro * -(-seq_len // (2 * c)) if by_keys else -(-micro * seq_len // c)
     sent, heads = rows * shape.top_k, shape.heads_of_rank(t)
     on = {"tokens": rows, "own": -(-rows // t) if sequence_parallel else rows, "choices": sent}

@@ -134,12 +134,21 @@ class GPTConfig:
         """Heads per tp rank, including padding heads if tp does not divide n_head."""
         return -(-self.n_head // tp)
 
+    def copies_of_keys(self, tp: int) -> int:
+        """Ranks of tp that compute the same head of keys and values, each for its own queries."""
+        return max(1, tp * self.queries_per_key // self.n_head)
+
+    def splits_keys(self, tp: int) -> bool:
+        """Whether tp divides the heads of keys and values, or is a multiple of them. GPT-2's are
+        padded."""
+        copies, keys = self.copies_of_keys(tp), self.n_head // self.queries_per_key
+        shared = self.n_head % tp == 0 and tp % keys == 0 and self.head_size % copies == 0
+        return self.queries_per_key == 1 or keys % tp == 0 or shared
+
     def splits_by(self, tp: int) -> bool:
-        """Whether tp can split the layers; heads are padded unless they are grouped, the MLP's
-        features are not."""
+        """Whether tp can split the layers."""
         dense = self.expert_layers < self.n_layer and self.inner % tp
-        grouped = self.queries_per_key > 1 and self.n_head // self.queries_per_key % tp
-        return tp <= self.n_head and not dense and not grouped and self.hidden % tp == 0
+        return tp <= self.n_head and not dense and self.splits_keys(tp) and self.hidden % tp == 0
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> GPTConfig:
@@ -165,6 +174,10 @@ ACTIVATIONS = ("gelu", "relu2", "swiglu")
 NORMS = ("layer", "rms")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _check_block(config: GPTConfig) -> None:
     """Raise ValueError for fields of the block that contradict each other."""
     for name, allowed in (("norm", NORMS), ("activation", ACTIVATIONS)):
@@ -182,14 +195,20 @@ def _check_block(config: GPTConfig) -> None:
                 f"GPTConfig: expected a positive integer, got {name}={value}; set {name} >= 1, or "
                 "leave it out"
             )
+    for name in ("norm_weight", "norm_embedding", "bias", "qk_norm", "tied"):
+        if not isinstance(getattr(config, name), bool):
+            raise ValueError(
+                f"GPTConfig: expected True or False, got {name}={getattr(config, name)!r}; set one "
+                "of these"
+            )
     for name in ("rope_theta", "attention_scale"):
         value = getattr(config, name)
-        if value is not None and not 0.0 < value < math.inf:
+        if value is not None and not (_is_number(value) and 0.0 < value < math.inf):
             raise ValueError(
                 f"GPTConfig: expected a number above 0, got {name}={value}; leave it out for the "
                 "default"
             )
-    if not 0.0 <= config.logit_softcap < math.inf:
+    if not (_is_number(config.logit_softcap) and 0.0 <= config.logit_softcap < math.inf):
         raise ValueError(
             f"GPTConfig: expected logit_softcap >= 0, got logit_softcap={config.logit_softcap}; "
             "0: off"
@@ -208,11 +227,6 @@ def _check_block(config: GPTConfig) -> None:
         raise ValueError(
             "GPTConfig: expected norm=rms with norm_weight=False, got norm=layer; only RMSNorms "
             "come without weights"
-        )
-    if config.n_expert and (config.activation != "gelu" or not config.bias):
-        raise ValueError(
-            f"GPTConfig: expected activation=gelu and bias=True with n_expert={config.n_expert}, "
-            f"got activation={config.activation}, bias={config.bias}; experts are GPT-2's MLPs"
         )
 
 
@@ -296,7 +310,7 @@ PRESETS: dict[str, GPTConfig] = {
 # The table
 
 Dims = tuple[str, ...]
-SPLIT = frozenset({"A", "QKV", "F", "2F", "H", "V"})  # the letters that tp splits
+SPLIT = frozenset({"A", "QKV", "F", "2F", "H", "2H", "V"})  # the letters that tp splits
 
 
 class Part(NamedTuple):
@@ -385,11 +399,12 @@ def mlp_parts(shape: GPTConfig) -> tuple[Part, ...]:
 def expert_parts(shape: GPTConfig) -> tuple[Part, ...]:
     """The parts of the experts that replace an MLP; the router's product is in fp32."""
     options: dict[str, Any] = {"on": "experts", "bias": shape.bias}
+    wide = "2H" if shape.activation == "swiglu" else "H"
     return (
         Part("mlp.router", "matmul", "X", "E", ("X", "E", "choices"), bias=False),
         Part("", "permute", "R", "R", (), "choices"),
-        Part("mlp.c_fc", "matmul", "R", "H", ("R",), **options),
-        Part("", _OP_OF[shape.activation], "H", "H", ("H",), "experts"),
+        Part("mlp.c_fc", "matmul", "R", wide, ("R",), **options),
+        Part("", _OP_OF[shape.activation], wide, "H", (wide,), "experts"),
         Part("mlp.c_proj", "matmul", "H", "R", ("H",), **options),
         Part("", "permute", "R", "R", ("R",), "choices"),
     )
@@ -444,6 +459,13 @@ def vocabulary_rows(shape: GPTConfig, tp: int) -> int:
     return -(-shape.padded_vocab_size // (tp * VOCAB_MULTIPLE)) * VOCAB_MULTIPLE
 
 
+def computed_qkv(shape: GPTConfig, tp: int) -> int:
+    """Features of q, k and v that a tp rank computes; it stores weights of fewer if it shares a
+    head of keys."""
+    keys = shape.copies_of_keys(tp) / shape.queries_per_key
+    return round(shape.heads_of_rank(tp) * shape.head_size * (1 + 2 * keys))
+
+
 def widths(shape: GPTConfig, tp: int = 1, ep: int = 1) -> dict[str, int]:
     """The size of each letter on a rank of tp and ep."""
     attention, experts = shape.heads_of_rank(tp) * shape.head_size, shape.n_expert
@@ -453,7 +475,8 @@ def widths(shape: GPTConfig, tp: int = 1, ep: int = 1) -> dict[str, int]:
         **{"F": shape.inner // tp, "2F": 2 * shape.inner // tp},
         **{"A": attention, "QKV": attention + 2 * keys, "D": shape.head_size},
         **{"V": vocabulary_rows(shape, tp), "T": shape.block_size},
-        **{"H": shape.hidden // tp, "E": experts, "S": experts // ep},
+        **{"H": shape.hidden // tp, "2H": 2 * shape.hidden // tp},
+        **{"E": experts, "S": experts // ep},
     }
 
 

@@ -22,7 +22,8 @@ class ModelSize:
     """Model size."""
 
     model: str = "mini"
-    """Preset: gpt2, gpt2-medium, gpt2-large, gpt2-xl; for CPUs micro, mini, small-cpu."""
+    """Preset: gpt2, gpt2-medium, gpt2-large, gpt2-xl; nanochat-d12, llama-1b, qwen3-0.6b; for CPUs
+    micro, mini, small-cpu, nanochat-tiny, llama-tiny, qwen3-tiny."""
     n_layer: int | None = None
     """Number of layers; unset: the preset's."""
     n_head: int | None = None
@@ -54,7 +55,7 @@ class ModelSettings(ModelSize):
     expert_every: int = 1
     """Use experts in every N-th layer; 1: in all layers."""
     expert_hidden: int | None = None
-    """Hidden width of an expert; unset: 4 * n-embd, the same as an MLP."""
+    """Hidden width of an expert; unset: that of an MLP."""
     expert_capacity: float | None = None
     """Capacity factor: most tokens per expert, as a multiple of the average; unset: no limit."""
     balance_loss: float = 0.01

@@ -393,8 +393,8 @@ RULES: list[Rule] = [
     ),
     Rule(
         ("tp", "shape"),
-        lambda tp, shape: shape.queries_per_key == 1 or shape.n_kv_head % tp == 0,
-        "tp to divide the heads of keys, n_kv_head={shape.n_kv_head}",
+        lambda tp, shape: shape.splits_keys(tp),
+        "tp to divide n_kv_head={shape.n_kv_head}, or to be a multiple of it that divides n_head",
         "change <tp>",
     ),
     Rule(

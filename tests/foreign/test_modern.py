@@ -24,12 +24,13 @@ SIZES = {
     "num_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": None,
     "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}
 MODELS = {
     "llama": lambda **more: LlamaForCausalLM(
         LlamaConfig(**{**SIZES, "num_key_value_heads": 2, **more})
     ),
     "qwen3": lambda **more: Qwen3ForCausalLM(
-        Qwen3Config(**{**SIZES, "num_key_value_heads": 2, "head_dim": 16, **more})
+        Qwen3Config(**{**SIZES, **HEADS, "head_dim": 16, **more})
     ),
     "nanochat": lambda **more: NanoChatForCausalLM(
         NanoChatConfig(**{**SIZES, "num_key_value_heads": 4, **more})
@@ -97,6 +98,81 @@ def test_calls_that_no_kernel_serves_are_the_stock_ones(name):
             m.generate(tokens()[:1, :6], max_new_tokens=8, do_sample=False) for m in (model, stock)
         ]
     assert torch.equal(*made_of)
+
+
+def scaled(module, args, y):
+    return 1.5 * y
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("way", ["bias", "hooks", "autocast", "frozen"])
+def test_layers_that_are_called(name, way):
+    """And weights without gradients."""
+    stock = made(name, attention_bias=way == "bias")
+    model = copy.deepcopy(stock)
+    report = fastpar.patch(model)
+    for m in (model, stock):
+        layer = m.model.layers[0]
+        if way == "hooks":
+            layer.self_attn.k_proj.register_forward_hook(scaled)
+            first = layer.mlp.fc1 if name == "nanochat" else layer.mlp.gate_proj
+            first.register_forward_hook(scaled)
+            for part in m.model.layers[1].self_attn.children():
+                if "norm" in type(part).__name__.lower():
+                    part.register_forward_hook(scaled)
+        if way == "frozen":
+            m.requires_grad_(False)
+            layer.self_attn.v_proj.requires_grad_(True)
+            m.model.layers[1].self_attn.q_proj.requires_grad_(True)
+    if way != "frozen":
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            outputs = [m(tokens(), labels=tokens()).loss for m in (model, stock)]
+        torch.testing.assert_close(*outputs, rtol=1e-2 if way == "autocast" else 1e-5, atol=0)
+    if way == "frozen":
+        for m in (model, stock):
+            m(tokens(), labels=tokens()).loss.backward()
+        for (n, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None) == (not p.requires_grad), n
+            if p.grad is not None:
+                most = q.grad.abs().max()
+                torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=2e-5 * most, msg=n)
+    elif way != "autocast":
+        assert_same_step(model, stock)
+    assert not report.fallbacks or way == "autocast"  # norms of another dtype
+
+
+def losses_of(name, patched, folder, moved=0.0):
+    """Of steps of transformers' Trainer; moved: each weight by so many roundings, up or down."""
+    from transformers import Trainer, TrainingArguments
+
+    class Told(Trainer):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            found.append(loss.item())
+            return loss
+
+    found, model = [], made(name)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + moved * torch.finfo(p.dtype).eps * (2 * torch.randint_like(p, 2) - 1))
+    if patched:
+        fastpar.patch(model, fused_loss=True)
+    rows = [{"input_ids": row, "labels": row} for row in tokens(rows=4)]
+    given = {"max_steps": 8, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "seed": 3}
+    given |= {"output_dir": str(folder), "save_strategy": "no", "report_to": "none"}
+    Told(model, TrainingArguments(use_cpu=True, **given), train_dataset=rows).train()
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_the_trainers_losses_are_the_stock_ones(name, tmp_path):
+    """To 16 times what moving each weight by a rounding changes: [Note: bound of a check]."""
+    stock, patched = (losses_of(name, is_patched, tmp_path) for is_patched in (False, True))
+    moved = losses_of(name, False, tmp_path, moved=1.0)
+    bound = 16 * ((moved - stock).abs().max() + torch.finfo(torch.float32).eps * stock.max())
+    assert stock[-1] < stock[0]
+    assert (patched - stock).abs().max() <= bound < 1e-3 * stock[0]
 
 
 LEFT = [

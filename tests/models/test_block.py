@@ -18,6 +18,7 @@ from fastpar.settings.model import GPTConfig
 
 DENSE = GPTConfig(2, 4, 32, 16, 200, dropout=0.0)
 SPARSE = GPTConfig(3, 2, 16, 8, 50, n_expert=4, expert_every=2, expert_hidden=24)
+GATED = GPTConfig.preset("qwen3-tiny", n_layer=3, n_expert=4, expert_hidden=24)
 
 
 def listed(shape):
@@ -31,7 +32,7 @@ def listed(shape):
     ]
 
 
-@pytest.mark.parametrize("shape", [DENSE, SPARSE], ids=["dense", "experts"])
+@pytest.mark.parametrize("shape", [DENSE, SPARSE, GATED], ids=["dense", "experts", "gated"])
 def test_names_and_shapes_are_the_models(shape):
     model = GPT(shape)
     named = [(name, tuple(p.shape)) for name, p in model.named_parameters()]

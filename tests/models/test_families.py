@@ -154,13 +154,16 @@ CONTRADICTIONS = [
     ({"n_kv_head": 3}, "n_head divisible by n_kv_head=3"),
     ({"head_dim": 7, "rope_theta": 1e4}, "even head_dim"),
     ({"norm": "layer", "norm_weight": False}, "norm=rms with norm_weight=False"),
-    ({"activation": "swiglu", "n_expert": 2}, "activation=gelu and bias=True with n_expert=2"),
     ({"activation": "silu"}, "activation as one of gelu, relu2, swiglu"),
     ({"norm": "batch"}, "norm as one of layer, rms"),
     ({"logit_softcap": -1.0}, "logit_softcap >= 0"),
     ({"rope_theta": 0.0}, "rope_theta=0.0"),
     ({"attention_scale": float("inf")}, "attention_scale=inf"),
     ({"n_inner": 2.5}, "n_inner=2.5"),
+    ({"rope_theta": "1e4"}, "a number above 0, got rope_theta=1e4"),
+    ({"attention_scale": True}, "a number above 0, got attention_scale=True"),
+    ({"logit_softcap": None}, "logit_softcap >= 0, got logit_softcap=None"),
+    ({"bias": "no"}, "True or False, got bias='no'"),
 ]
 
 

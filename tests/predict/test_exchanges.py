@@ -17,6 +17,7 @@ from fastpar.settings.mesh import parse_grid
 from fastpar.settings.model import GPTConfig
 
 DENSE = GPTConfig(n_layer=3, n_head=4, n_embd=64, block_size=32, vocab_size=500, dropout=0.0)
+GROUPED = GPTConfig(3, 4, 64, 32, 500, dropout=0.0, n_kv_head=2)
 # Chosen equally often, as the prediction has it.
 EXPERTS = GPTConfig(3, 4, 64, 32, 500, dropout=0.0, n_expert=4, top_k=4, expert_hidden=64)
 LAYOUTS = {  # what parallelize() and the mesh are told
@@ -24,6 +25,7 @@ LAYOUTS = {  # what parallelize() and the mesh are told
     "small buckets": {"world_size": 4, "bucket_mb": 0.02},
     "copies": {"world_size": 4, "shard_size": 2},
     "tp": {"world_size": 4, "tp": 4},
+    "tp of shared keys": {"world_size": 8, "tp": 4},
     "tp of whole tokens": {"world_size": 4, "tp": 2, "sequence_parallel": False},
     **{f"cp by {way}": {"world_size": 4, "cp": 2, "cp_method": way} for way in ("heads", "keys")},
     **{f"cp 3 by {way}": {"world_size": 6, "cp": 3, "cp_method": way} for way in ("heads", "keys")},
@@ -40,7 +42,7 @@ OF_ROLES = {"gather": "shard", "replicate": "copies"}
 
 
 def shape_of(layout):
-    return EXPERTS if layout == "ep" else DENSE
+    return {"ep": EXPERTS, "tp of shared keys": GROUPED}.get(layout, DENSE)
 
 
 def rows_of(layout):

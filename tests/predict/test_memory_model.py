@@ -13,6 +13,7 @@ import pytest
 import torch
 from cells import few, slow
 from memory_cells import (
+    BLOCKS,
     SHAPES,
     measure,
     measure_alive,
@@ -126,10 +127,11 @@ MUON.append(of_muon(4, 3, 1, 2, 2))
 
 
 def assert_close(cells, predicted, measured, near=0.9):
-    """No prediction is off by more than 10 %, and of ten at most one by more than 5 %."""
+    """No prediction is off by more than 10 %, and of ten at most one by more than 5 %; near 1: no
+    one."""
     errors = [told / peak - 1 for told, peak in zip(predicted, measured, strict=True)]
     for error, (_, s) in zip(errors, cells, strict=True):
-        assert abs(error) <= 0.1, (error, s.in_effect())
+        assert abs(error) <= (0.05 if near == 1 else 0.1), (error, s.in_effect())
     far = sum(abs(error) > 0.05 for error in errors)
     assert far <= max(1, round((1 - near) * len(cells))), sorted(errors)
 
@@ -208,6 +210,19 @@ SOME = [
 @pytest.mark.parametrize("cells", [SOME, *map(slow, KINDS.values())], ids=["some", *KINDS])
 def test_peaks_are_predicted(cells):
     check(cells)
+
+
+TODAYS = few(  # at tp 4 two ranks share a head of keys
+    product(BLOCKS, [*LAYOUTS, (4, 0, 4, True)], MODES, (1, 8), ("fp32", "bf16"), (1, 2)),
+    lambda cell: set(combinations(enumerate(cell), 2)),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_peaks_of_todays_blocks_are_predicted():
+    rows = [(shape, *at[:3], *rest, at[3]) for shape, at, *rest in TODAYS]
+    check([of_row(*row) for row in rows], near=1)
 
 
 GRIDS = [

@@ -473,6 +473,15 @@ def test_what_is_printed_is_parsed_and_built(case, monkeypatch, capsys, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen3-tiny", "llama-tiny", "nanochat-tiny"])
+def test_commands_of_todays_blocks_are_parsed_and_built(model, monkeypatch, capsys, tmp_path):
+    """All layouts: at tp 4 ranks share the two heads of keys of the first two."""
+    monkeypatch.chdir(tmp_path)
+    words = ("--model", model, "--vocab-size", 300, "--batch-size", 16, "--gpus", 8)
+    check_all(monkeypatch, capsys, (*words, "--gpu", "h100"), all_layouts=True)
+
+
+@pytest.mark.slow
 def test_every_layout_is_parsed_and_built(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     for vocab, heads, tokens, ranks, more in ODD:

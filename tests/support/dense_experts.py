@@ -13,6 +13,14 @@ def gelu(x):
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
+def swiglu(x):
+    gate, up = x.chunk(2, -1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+ACTIVATIONS = {"gelu": gelu, "relu2": lambda x: x * x * (x > 0), "swiglu": swiglu}
+
+
 def mixture(x, w, config, state, out):
     """[N, C] -> [N, C]; out gets the losses of this layer's tokens and the counts."""
     logits = x @ w["router.weight"].T
@@ -39,14 +47,19 @@ def mixture(x, w, config, state, out):
     out["losses"] += config.balance_loss * E * (share * p).sum()
     out["losses"] += config.router_z_loss * logits.logsumexp(-1).square().sum()
     y = torch.zeros_like(x)
+    first, last = (w.get(f"{name}.bias", torch.zeros(E, 1)) for name in ("c_fc", "c_proj"))
     for e in range(E):
-        h = gelu(x @ w["c_fc.weight"][e].T + w["c_fc.bias"][e])
-        y = y + weights[:, e : e + 1] * (h @ w["c_proj.weight"][e].T + w["c_proj.bias"][e])
+        h = ACTIVATIONS[config.activation](x @ w["c_fc.weight"][e].T + first[e])
+        y = y + weights[:, e : e + 1] * (h @ w["c_proj.weight"][e].T + last[e])
     return y
 
 
 def norm(x, w, name):
-    return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
+    return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+
+def linear(x, w, name):
+    return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
 
 def loss_of(weights, config, idx, targets, out):
@@ -59,19 +72,16 @@ def loss_of(weights, config, idx, targets, out):
     for layer in range(config.n_layer):
         w = below(f"h.{layer}.")
         y = norm(x, w, "ln_1")
-        qkv = (y @ w["attn.c_attn.weight"].T + w["attn.c_attn.bias"]).unflatten(
-            -1, (3, config.n_head, -1)
-        )
+        qkv = linear(y, w, "attn.c_attn").unflatten(-1, (3, config.n_head, -1))
         q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + o @ w["attn.c_proj.weight"].T + w["attn.c_proj.bias"]
+        x = x + linear(o, w, "attn.c_proj")
         y = norm(x, w, "ln_2")
         w = {n[4:]: p for n, p in w.items() if n.startswith("mlp.")}
         if "router.weight" in w:
             x = x + mixture(y.flatten(0, 1), w, config, weights, out).view(y.shape)
         else:
-            h = gelu(y @ w["c_fc.weight"].T + w["c_fc.bias"])
-            x = x + h @ w["c_proj.weight"].T + w["c_proj.bias"]
+            x = x + linear(ACTIVATIONS[config.activation](linear(y, w, "c_fc")), w, "c_proj")
     logits = (norm(x, weights, "ln_f") @ weights["wte.weight"].T)[..., : config.vocab_size]
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 

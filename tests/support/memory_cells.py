@@ -16,7 +16,7 @@ from fastpar.predict import measure as measure_on
 from fastpar.predict.measure import ShortRun
 from fastpar.predict.memory import StepMemory, alive_bytes, held_bytes
 from fastpar.settings.mesh import parse_grid
-from fastpar.settings.model import GPTConfig
+from fastpar.settings.model import BLOCK_FIELDS, PRESETS, GPTConfig
 
 SHAPES = {
     "balanced": {"n_layer": 4, "width": 128, "tokens": 128, "vocab": 500, "dropout": 0.1},
@@ -34,10 +34,20 @@ SHAPES = {
     },
     "short": {"n_layer": 3, "width": 256, "tokens": 32, "vocab": 3000},  # units of 2 layers and 1
 }
+# Today's, wide enough that weights count.
+BLOCKS = {"nanochat": {}, "llama": {"n_inner": 1024}, "qwen3": {"n_inner": 1024, "head_dim": 64}}
+SHAPES |= {
+    name: {
+        **{"n_layer": 6, "width": 384, "heads": 8, "tokens": 128, "vocab": 2000},
+        **{field: getattr(PRESETS[f"{name}-tiny"], field) for field in BLOCK_FIELDS},
+        **changes,
+    }
+    for name, changes in BLOCKS.items()
+}
 
 
-def workload(n_layer=4, width=128, heads=4, tokens=128, batch=4, vocab=512, dropout=0.0, **experts):
-    return Workload(GPTConfig(n_layer, heads, width, tokens, vocab, dropout, **experts), batch)
+def workload(n_layer=4, width=128, heads=4, tokens=128, batch=4, vocab=512, dropout=0.0, **more):
+    return Workload(GPTConfig(n_layer, heads, width, tokens, vocab, dropout, **more), batch)
 
 
 def setup(**settings):

@@ -236,7 +236,8 @@ class Program:
         "bias": {"balance_loss": 0.0, "balance_rate": 0.05, "expert_every": 2, "expert_hidden": 96},
         "capacity": {"balance_loss": 0.5, "balance_rate": 0.01, "expert_capacity": 0.8},
         "Switch": {"top_k": 1, "balance_loss": 0.5},
-        "all": {"top_k": 4},
+        "all": {"top_k": 4, "activation": "relu2"},
+        "swiglu": {"activation": "swiglu", "bias": False, "balance_loss": 0.5, "expert_hidden": 24},
     }
     # Blocks of today's models, with what these have at n_head 4.
     BLOCKS: ClassVar[dict[str, dict[str, Any]]] = {

@@ -1,7 +1,8 @@
 """Experts instead of a GPT's MLP: each token's rows go through the K experts of its router.
 
     logits [N, E] = x @ router.T, in fp32            route, permute (kernels/)
-    rows [M, C] -> c_fc[e] -> GELU -> c_proj[e]      grouped_linear, of this rank's experts
+    rows [M, C] -> c_fc[e] -> GELU -> c_proj[e]      grouped_linear, of this rank's experts; or
+                                                     relu2 or swiglu, as in the dense MLP
     y [N, C] = each token's weighted sum             combine
 
 Capacity: an expert takes at most ceil(capacity * N * K / E) of a micro-batch's choices, the
@@ -40,19 +41,24 @@ from torch import Tensor, nn
 from fastpar.axes.experts.balance import Choice, Losses, with_losses
 from fastpar.axes.tensor.functional import TensorParallel, copy_to, gather, reduce_from, scatter
 from fastpar.comm.collectives import Collectives
-from fastpar.kernels import bias_gelu, combine, grouped_linear, permute, route
+from fastpar.kernels import activation, combine, grouped_linear, permute, route
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 from fastpar.settings.model import GPTConfig
 from fastpar.sharding.placements import Partial, Shard, State
 
 
 class Stack(nn.Module):
-    """Weights of one layer of all experts, [E, F, C], and biases, [E, F]."""
+    """Weights of one layer of all experts, [E, F, C], and biases, [E, F].
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    Attributes:
+        matrices: heights of the matrices that an expert's weight holds, as gpt.py's Weights.
+    """
+
+    def __init__(self, shape: tuple[int, ...], bias: bool, matrices: tuple[int, ...]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
-        self.bias = nn.Parameter(torch.empty(shape[:-1]))
+        self.bias = nn.Parameter(torch.empty(shape[:-1])) if bias else None
+        self.matrices = matrices
 
     def extra_repr(self) -> str:
         return f"{list(self.weight.shape)}"
@@ -124,22 +130,19 @@ class Experts(nn.Module):
         super().__init__()
         _keep_out_of_graphs()
         self.n_expert, self.capacity = config.n_expert, config.expert_capacity
+        self.activation = config.activation
         self.losses, self.number = losses, number
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        self.tp = tp
-        return {
-            "router.weight": Partial(),
-            "c_fc.weight": Shard(1),
-            "c_fc.bias": Shard(1),
-            "c_proj.weight": Shard(2),
-            "c_proj.bias": Partial(),
-        }
+        self.tp, first = tp, Shard(1, groups=len(self.c_fc.matrices))
+        states: dict[str, State] = {"router.weight": Partial(), "c_fc.weight": first}
+        states |= {"c_fc.bias": first, "c_proj.weight": Shard(2), "c_proj.bias": Partial()}
+        return {name: states[name] for name, _ in self.named_parameters()}
 
     def expert_parallel(self, ep: ExpertParallel) -> dict[str, State]:
         """Store ep; returns the states of its parameters along ep."""
         self.ep = ep
-        names = ("c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias")
+        names = (name for name, _ in self.named_parameters() if not name.startswith("router"))
         return dict.fromkeys(names, Shard(0))
 
     def forward(self, y: Tensor) -> Tensor:
@@ -168,9 +171,9 @@ class Experts(nn.Module):
         if self.ep is not None:
             way = Dispatch(counts, self.ep)
             rows, counts = way.to_experts(rows), way.counts
-        rows = bias_gelu(grouped_linear(rows, fc.weight, fc.bias, counts))
-        bias: Tensor = proj.bias
-        if self.tp is not None and self.tp.rank:  # one rank adds it
+        rows = activation(grouped_linear(rows, fc.weight, fc.bias, counts), None, self.activation)
+        bias: Tensor | None = proj.bias
+        if bias is not None and self.tp is not None and self.tp.rank:  # one rank adds it
             bias = bias * 0.0
         rows = grouped_linear(rows, proj.weight, bias, counts)
         return rows if way is None else way.to_tokens(rows)

@@ -20,6 +20,7 @@ from fastpar.settings.model import (
     count_elements,
     first_parts,
     last_parts,
+    parameters_of,
     split_products,
     vocabulary_rows,
     widths,
@@ -59,6 +60,8 @@ class TensorAxis(Axis):
         columns = sum(by_columns for _, by_columns in split)
         row_layers = len(split) - columns
 
+        copies, sizes = shape.copies_of_keys(t), widths(shape, t)
+
         def comm(kind: str, count: int, under: str = "", n_bytes: float = whole) -> CommOp:
             return CommOp(kind, "tp", n_bytes, t, 1, count, under)
 
@@ -70,7 +73,6 @@ class TensorAxis(Axis):
             yield comm("reduce_scatter", columns * passes, "backward")
             # Partial sums of parameters that tokens share: positions, norms, biases of row layers.
             ends = last_parts(shape) + (first_parts(shape) if setup.pp == 1 else ())
-            sizes = widths(shape, t)
             partial = layers * count_elements(block_parts(shape), sizes, whole=True)
             partial += count_elements(ends, sizes, whole=True)
             mine = float(partial * setup.grad_bytes) / setup.n_shards
@@ -78,6 +80,12 @@ class TensorAxis(Axis):
         else:
             yield comm("all_reduce", row_layers * passes * forwards + embeds + n_micro)
             yield comm("all_reduce", columns * passes, "backward")
+        for _, dims in parameters_of(block_parts(shape)) if copies > 1 else ():
+            if "QKV" in dims:  # the model's [Note: shared keys]
+                shared = float(copies * math.prod(sizes[d] for d in dims) * setup.weight_bytes)
+                count = passes * (2 if setup.activation_checkpointing != "none" else 1)
+                yield comm("all_gather", count, "", shared)._replace(ranks=copies)
+                yield comm("reduce_scatter", passes, "", shared)._replace(ranks=copies)
         rows = default_chunk_rows(n, width, vocabulary_rows(shape, t), setup.device_type)
         chunks = -(-n // rows)
         yield comm("all_gather", n_micro * chunks, "", 12.0 * n * t / chunks)
@@ -98,6 +106,10 @@ class TensorAxis(Axis):
             return
         group = tp_group(mesh, making.make)
         tp = TensorParallel(group, sequence_parallel=possible if tokens is None else tokens)
+        shape = getattr(making.model, "config", None)
+        if isinstance(shape, GPTConfig) and (copies := shape.copies_of_keys(tp.size)) > 1:
+            near = making.make(mesh.new_group("tp", neighbours=copies), "tp")
+            tp.same_keys = TensorParallel(near, sequence_parallel=False)
         split_model(making, tp, planned)
 
     def header(self, known: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:

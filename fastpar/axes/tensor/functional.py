@@ -58,12 +58,14 @@ class TensorParallel:
         number: its number in calls of ops.
         per_token: the state of a parameter that is used token by token, outside split layers.
         groups: the ranks along each axis that splits layers, outermost first.
+        same_keys: the ranks that share a head of keys; None: each has its own.
         label, tokens: text: its name, and how tokens between layers are split.
     """
 
     # The dim along which ranks split activations between layers; None: they do not.
     shared_dim: int | None
     on_grid: Callable[..., Tensor] | None = None  # Grid's split layers
+    same_keys: TensorParallel | None = None
 
     def __init__(self, group: Collectives, *, sequence_parallel: bool = True) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
