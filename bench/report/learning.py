@@ -78,15 +78,15 @@ def steps_table(rows: Sequence[Run]) -> Table:
 
 
 def blocks_table(rows: Sequence[Run]) -> Table:
-    """GPT-2's block and others in the main job, runs of as many steps together."""
+    """Runs of the main job that differ in the block only."""
     lines = []
-    narrow = [r for r in rows if r["settings"].get("n_embd") == 192 and "lr" in r["settings"]]
-    runs = _grouped([r for r in narrow if r["settings"]["batch_size"] == 16], {"seed"})
-    for some in sorted(runs, key=lambda some: some[0]["settings"]["max_steps"]):
-        settings = some[0]["settings"]
-        block = {"nanochat-tiny": "NanoChat's"}.get(settings.get("model", ""), "GPT-2's")
-        cells = [block, f"{settings['max_steps']}", f"{settings['lr']:g}"]
-        lines.append(Line([*cells, *_bits(some), f"{_mean(some, 'cpu_s'):.0f}"], some))
+    for task in _grouped(rows, {"seed", "model", "block_size"}):
+        runs = _grouped(task, {"seed"})
+        for some in runs if any("model" in run[0]["settings"] for run in runs) else ():
+            settings = some[0]["settings"]
+            block = {"nanochat-tiny": "NanoChat's"}.get(settings.get("model", ""), "GPT-2's")
+            cells = [block, f"{settings['max_steps']}", f"{settings['lr']:g}"]
+            lines.append(Line([*cells, *_bits(some), f"{_mean(some, 'cpu_s'):.0f}"], some))
     return Table(["block", "steps", "lr", "seeds", "bits a byte", "CPU s"], lines)
 
 
@@ -219,5 +219,6 @@ def table(
     folder, make = TABLES[name]
     text = (results / folder / "rows.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines()]
-    about = max((row["machine"] for row in rows), key=lambda machine: machine["date"])
-    return about, time_table(rows, steps()) if name == "time" else make(rows)
+    made = time_table(rows, steps()) if name == "time" else make(rows)
+    used = [row for line in made.lines for row in line.rows if row in rows] or rows
+    return max((row["machine"] for row in used), key=lambda machine: machine["date"]), made
