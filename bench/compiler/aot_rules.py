@@ -39,7 +39,9 @@ class Gpu:
 GPUS = {
     80: Gpu(shared_per_cta=163 * 1024, shared_per_sm=164 * 1024),
     90: Gpu(shared_per_cta=227 * 1024, shared_per_sm=228 * 1024),
+    **dict.fromkeys((89, 120), Gpu(99 * 1024, 100 * 1024, warps=48, ctas=24)),
 }
+WHOLE = (80, 90)  # every launch is compiled for these
 
 EIGHT_BITS = ("f8E4M3FN", "f8E5M2")  # dots of these
 
@@ -73,7 +75,7 @@ def atomics(row: Row) -> str | None:
 def tensor_cores(row: Row) -> str | None:
     if not set(row["dots"]) & {"bf16", "f16", *EIGHT_BITS}:
         return None  # fp32 products stay exact: FFMA
-    wanted = "hgmma" if row["arch"] >= 90 else "hmma"
+    wanted = "hgmma" if 90 <= row["arch"] < 120 else "hmma"
     return None if row[wanted] else f"tl.dot of {'/'.join(row['dots'])} without {wanted.upper()}"
 
 
