@@ -52,9 +52,8 @@ LIMIT_S = 300.0  # for one kernel
 RTX = tuple(sorted(GPUS.keys() - {*WHOLE}))
 # Calls that are compiled for these, too, by the installed Triton.
 ON_RTX = re.compile(
-    r"(D=(64|128) bf16 causal( dropout)?|D=64 fp32 causal|bf16 768 residual( dropout)?|"
-    r"bf16 16384.*|fp32 768.*|bf16 on fp32.*|padded (bf16|fp32)|(fwd|bwd) swiglu .*|"
-    r"bwd tanh bfloat16 C=3072)"
+    r"D=(64|128) bf16 causal|D=128 bf16 causal dropout|bf16 768 residual|fp32 768 residual dropout|"
+    r"padded (bf16|fp32)|bwd (tanh bfloat16 C=3072|swiglu float32 C=2\*3072)"
 )
 
 
@@ -232,6 +231,7 @@ def measure(job: Job, compiled: Any) -> Row:
         "waits": sum(i.opcode.startswith("WARPGROUP.DEPBAR") for i in code),
         "groups": compiled.asm["ptx"].count("wgmma.commit_group"),
         "e4m3_products": len(re.findall(r"mma(?:_async)?\.sync\S*\.e4m3", compiled.asm["ptx"])),
+        "staged": ttir.count("tt.num_stages"),  # loops that ask for copies ahead
         "ldgsts": sass.count(code, "LDGSTS"),
         "tma": sass.count(code, "UTMALDG", "UTMASTG", "UBLKCP"),
         "mufu": sass.count(code, "MUFU"),

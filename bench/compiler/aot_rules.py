@@ -103,6 +103,12 @@ def waits(row: Row) -> str | None:
     return f"{n} waits for {groups} groups of products" if n > groups else None
 
 
+def copies_ahead(row: Row) -> str | None:
+    """Triton leaves the loads of a loop with num_stages as they are where it cannot copy them."""
+    lost = row["staged"] and not row["ldgsts"] + row["tma"]
+    return f"{row['staged']} loops with num_stages, but no asynchronous copy" if lost else None
+
+
 def _mostly_narrow(row: Row, what: str) -> str | None:
     """Where a memory kernel moves tiles; single numbers (a key, a row's mean) are as they are."""
     wide, narrow = row[f"wide_{what}_bytes"], row[f"narrow_{what}_bytes"]
@@ -123,6 +129,7 @@ RULES: dict[str, Callable[[Row], str | None]] = {
     "products in flight": products,
     "pipelined products": pipelined,
     "waits for products": waits,
+    "copies ahead": copies_ahead,
     "16-byte loads": lambda row: _mostly_narrow(row, "load"),
     "16-byte stores": lambda row: _mostly_narrow(row, "store"),
 }

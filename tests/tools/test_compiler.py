@@ -40,6 +40,8 @@ RULES = [  # the rule that breaks; "": none does
     ("products in flight", MATRIX, {"product_writes": 1}),
     ("pipelined products", MATRIX, {"warnings": ["C7513"]}),
     ("waits for products", MATRIX, {"waits": 4}),
+    ("copies ahead", GOOD, {"staged": 1}),
+    ("", GOOD, {"staged": 1, "ldgsts": 2}),
     ("tensor cores", MATRIX, {"hgmma": 0, "hmma": 8}),  # Ampere's instruction on Hopper
     ("tensor cores", MATRIX, AMPERE),
     ("8-bit products", MATRIX, {"dots": ["f8E4M3FN"]}),
