@@ -248,6 +248,13 @@ def embedding_bwd_wpe(
     return dwpe
 
 
+AOT_EXEMPT = {
+    "_embedding_bwd_runs_kernel bwd wte float16 C=1600 dropout": {
+        "spills": "16 bytes before and after the loop, once for a token that many positions hold"
+    }
+}
+
+
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     """(label, call on meta tensors) of the variants that GPT-2 uses, for ahead-of-time checks."""
     B, T, V = 16, 1024, 50304

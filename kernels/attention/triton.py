@@ -630,7 +630,10 @@ _SPILLS = {
 AOT_EXEMPT = {
     "_attention_bwd_dkdv_kernel *dropout": _SPILLS,
     "_attention_bwd_dkdv_kernel *dropout of later rows": _SPILLS,
-    "_attention_bwd_dkdv_kernel D=128 bf16 causal, 4 key heads": _SPILLS,
+    "_attention_bwd_dkdv_kernel D=128 bf16 causal, 4 key heads": {
+        "spills": "at most 72 bytes once a head, none inside the loops; the tile that spills "
+        "nothing takes 1.3 times the instructions"
+    },
 }
 
 
