@@ -15,12 +15,7 @@ from safetensors.torch import load_file, save_file
 from saved import same_weights
 
 from fastpar import GPT, AdamW, GPTConfig
-from fastpar.checkpoint.commands import (
-    examine,
-    export_weights,
-    find_folders,
-    verify,
-)
+from fastpar.checkpoint.commands import examine, export_weights, find_folders, verify
 from fastpar.checkpoint.manifest import MANIFEST, digest_of
 from fastpar.checkpoint.restore import load_checkpoint, load_weights
 from fastpar.checkpoint.saver import save_checkpoint
@@ -224,9 +219,7 @@ def test_names_of_others_command_no_terminal(tmp_path, capsys):
     with pytest.raises(ValueError, match="the first tensor is") as error:
         verify(path, lambda line: None, "none")
     printed.append([str(error.value)])
-    refused = [
-        (lambda: load_checkpoint(path, model=torch.nn.Linear(2, 2)), "got no weight"),
-    ]
+    refused = [(lambda: load_checkpoint(path, model=torch.nn.Linear(2, 2)), "got no weight")]
     with (path / "model.safetensors").open("rb+") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x00")

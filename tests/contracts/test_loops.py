@@ -415,12 +415,7 @@ REFUSED = [
         )
         for how in (clear, clear_model)
     ),
-    (
-        one_rank_clears,
-        r"Engine: ranks 0 and 1 set different gradients to None .*; set",
-        STAGES,
-        {},
-    ),
+    (one_rank_clears, r"Engine: ranks 0 and 1 set different gradients to None .*; set", STAGES, {}),
     (
         replaces,
         r"p\.grad of 'norm\.weight' was replaced by another tensor; set it to None",
@@ -433,20 +428,12 @@ REFUSED = [
         STAGES,
         {},
     ),
-    (
-        fails_after_sending,
-        r"an earlier backward stopped with .* buckets sent on rank",
-        STAGES,
-        {},
-    ),
+    (fails_after_sending, r"an earlier backward stopped with .* buckets sent on rank", STAGES, {}),
     *(
         (begins_another(more), BEGIN + words, (3,), {"transport": transport})
         for more, words in (
             (True, "a step after 1 micro-batches, rank 0 a forward after 1; give"),
-            (
-                False,
-                "a forward after 0 micro-batches, rank 0 a forward without gradients",
-            ),
+            (False, "a forward after 0 micro-batches, rank 0 a forward without gradients"),
         )
         for transport in ("shm", "torch")
     ),

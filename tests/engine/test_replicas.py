@@ -13,16 +13,7 @@ from cells import sweep
 from late import Delays
 from torch import nn
 
-from fastpar import (
-    GPT,
-    Adafactor,
-    AdamW,
-    GPTConfig,
-    Mesh,
-    engine_of,
-    parallelize,
-    pipeline_step,
-)
+from fastpar import GPT, Adafactor, AdamW, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
 from fastpar.comm.transports import ShmCollectives
 from fastpar.engine import debug
 from fastpar.engine.debug import Debug, checksum

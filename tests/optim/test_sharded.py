@@ -513,11 +513,7 @@ def test_what_begins_later_is_refused_when_it_begins():
     for update, stage, words in (
         (to_late_norm, 3, "is not elementwise, as its step calls aten.*norm"),
         (late_entry, 1, r"is not elementwise, as its state has 'mean', unlike in the trial"),
-        (
-            late_noise,
-            0,
-            r"would step each rank otherwise, as its step draws .*; use an opt.*one",
-        ),
+        (late_noise, 0, r"would step each rank otherwise, as its step draws .*; use an opt.*one"),
     ):
         with pytest.raises(ValueError, match=words):
             run_ranks(ranks, 2, update, stage)

@@ -26,13 +26,7 @@ from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import SampleSettings
 from fastpar.testing import run_ranks
 from fastpar.train import journal as module
-from fastpar.train.journal import (
-    Journal,
-    MetricsLog,
-    check_out,
-    plot_loss,
-    read_metrics,
-)
+from fastpar.train.journal import Journal, MetricsLog, check_out, plot_loss, read_metrics
 from fastpar.train.sample import sample
 
 SETUP = Setup(2, device_type="cpu", transport="shm", dtype="fp32", micro_batch_size=4,
