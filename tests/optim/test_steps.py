@@ -365,29 +365,6 @@ def test_a_closure_computes_the_gradients_of_a_step():
     assert optimizer.step() is None
 
 
-@makers
-def test_parameters_without_a_gradient_frozen_ones_and_empty_ones(make):
-    model, want = build(), build()
-    empty = nn.Parameter(torch.zeros(0, 3))
-    optimizer, alone = make([*model.parameters(), empty]), make(want[2:].parameters())
-    optimizer.step()
-    assert not optimizer.state
-    model[0].requires_grad_(False)
-    before = vector(model[0])
-    for step in range(3):
-        put_gradients(want, step)
-        for p, q in zip(model[2:].parameters(), want[2:].parameters()):
-            p.grad = q.grad.clone()
-        empty.grad = torch.zeros(0, 3) if step == 2 else None
-        optimizer.step()
-        alone.step()
-    assert torch.equal(vector(model[0]), before)
-    assert not optimizer.state.get(model[0].weight)
-    assert torch.equal(vector(model[2:]), vector(want[2:]))
-    if make is adamw:
-        assert int(optimizer.state[empty]["step"]) == 1
-
-
 @sweep("told", [False, True])
 def test_without_a_loss_scale_non_finite_gradients_go_in(told):
     """An overflow that is told counts beside a finite norm."""
