@@ -9,7 +9,6 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
-from cells import sweep
 
 from fastpar import cli
 from fastpar.comm.ranks import RankFailed
@@ -17,12 +16,10 @@ from fastpar.data.batches import load_data, sample_batch
 from fastpar.models.gpt import GPT
 from fastpar.observe import compare, results
 from fastpar.observe.pictures import PICTURES, look
-from fastpar.observe.report import head, markdown, rows, summary
+from fastpar.observe.report import summary
 from fastpar.observe.results import RESULTS, Comparison, Run, Stat, judge_losses, yardstick
 from fastpar.observe.strategies import SINGLE, STRATEGIES, Settings, build
-from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import cosine_lr
-from fastpar.settings.config import TrainConfig
 from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import ModelSize, TextSettings
 
@@ -143,47 +140,6 @@ def test_the_largest_difference_is_between_two_strategies():
     assert judge_losses(make_comparison(*runs)).beyond == (1, "dp")
 
 
-def test_the_table_has_a_row_for_each_strategy_and_the_fastest_stands_first():
-    runs = [*repeats("dp", 0.13, 0.14), make_run("zero1", step_s=0.05), make_run("ddp", step_s=0.2)]
-    names, skipped = ["tp", "dp", "zero1", "ddp", "hsdp"], {"deepspeed1": "is not installed"}
-    found = make_comparison(*runs, FAILED, skipped=skipped, strategies=names, complete=False)
-    cells = rows(found)
-    assert [row[0] for row in cells] == ["zero1", "dp", "ddp", "tp", "hsdp", "deepspeed1"]
-    assert [row[3] for row in cells[:3]] == ["4.00", "1.48", "1.00"]
-    assert cells[1][1:3] == ["2", "3,798 (3,657-3,938)"]  # 512 tokens in 0.13 and 0.14 s
-    ends = ["stopped before its first run", "failed", "skipped"]
-    assert [row[1].partition(":")[0] for row in cells[3:]] == ends
-    table = [line for line in markdown(found).splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in table} == {len(head(found)) + 1}, "no cell breaks the table"
-    assert "speed, ddp = 1" in head(found)
-    found.runs = found.runs[:2]
-    assert "speed, dp = 1" in head(found), "the first that was asked for and ran"
-
-
-CLAIMS = [
-    # A clear margin, no difference beyond the spread, and one run each, which proves no order.
-    ([*repeats("dp", 0.1, 0.101, 0.102), *repeats("ddp", 0.2, 0.201, 0.19)],
-     "Fastest: dp, 5,069 tokens/s (5,020 to 5,120 in 3 repeats); next is ddp with 2,560, 49.5 %"),
-    ([*repeats("dp", 0.1, 0.11, 0.12), *repeats("ddp", 0.105, 0.115, 0.125)],
-     "Fastest: the repeats of dp and ddp overlap, so no difference is proved."),
-    ([make_run("dp"), make_run("ddp", step_s=0.2)],
-     "Fastest in one run each, which proves no order: dp, 5,120"),
-    ([make_run("single"), make_run("dp", nudge=1.0)],
-     "Whether that is rounding is not known: single ran in one order"),
-    # 20 steps each; the dense one is twice as fast, and done when the other has done ten. Means of
-    # the last two of 20 steps: 4 - 0.1 * 18.5, 4 - 0.12 * 18.5; after ten 4 - 0.12 * 8.5.
-    ([make_run("dp", step_s=0.1, losses=[4.0 - 0.1 * i for i in range(20)]),
-      make_run("experts", step_s=0.2, losses=[4.0 - 0.12 * i for i in range(20)])],
-     "after 10 steps of experts and 20 of dp, it is 2.9800 against 2.1500, 0.8300 hi"),
-]  # fmt: skip
-
-
-@sweep(("runs", "said"), CLAIMS)
-def test_claims(runs, said):
-    text = "\n".join(summary(make_comparison(*runs)))
-    assert said in text
-
-
 @pytest.mark.slow
 def test_pictures_of_a_report_are_optional(tmp_path, monkeypatch, capfd):
     pytest.importorskip("matplotlib", reason="needs matplotlib")
@@ -257,12 +213,6 @@ def test_settings_that_make_no_sense_are_refused(tmp_path, monkeypatch):
         if "device" not in more or not torch.cuda.is_available():
             with pytest.raises(ValueError, match=message):
                 schedule_of("no such text", **more)
-
-
-def test_names_come_once_in_the_order_given_and_like_stands_beside_like():
-    assert compare.chosen(compare.CompareCommand(strategies="tp, dp,tp,")) == ["tp", "dp"]
-    for theirs, ours in (("ddp", "dp"), ("fsdp2-no-reshard", "zero2"), ("fsdp2", "zero3")):
-        assert compare.DEFAULT.index(ours) == compare.DEFAULT.index(theirs) + 1
 
 
 def test_what_cannot_run_is_skipped_with_its_reason():
@@ -354,13 +304,6 @@ def test_a_rank_trains_the_trainers_samples_with_the_trainers_schedule(text):
         rank.train()
 
 
-def test_hyper_parameters_are_those_of_train():
-    ours, theirs = Settings(), TrainConfig().optim
-    assert (ours.betas, ours.weight_decay) == (theirs.betas, theirs.weight_decay)
-    assert theirs.max_grad_norm == 1.0
-    assert AdamW([torch.nn.Parameter(torch.zeros(2))]).param_groups[0]["eps"] == compare.EPS
-
-
 def test_what_the_ranks_measured_is_merged():
     merged, *ranks = (Run("dp", 1, 2, 1, 2, 1, grad_norms=[1.0, 1.0]) for _ in range(3))
     known = {
@@ -408,17 +351,6 @@ def test_two_strategies_on_two_ranks(arguments, tmp_path, capfd):
     assert words in capfd.readouterr().out
     assert str(tmp_path) not in (out / RESULTS).read_text()
     assert cli.main([*arguments, "--strategies", "zero1"]) == 2, "the folder is taken"
-
-
-@pytest.mark.slow
-def test_ranks_are_quiet(text, capfd):
-    """tests/comm/test_ranks.py has one that fails."""
-    settings, _, data = spec_of(text, batch_size=2, epoch_steps=2, untimed_steps=1)
-    heard, two = [], Run("zero1", 1, 2, 1, 1, 1)
-    compare.measure(settings, two, data, lambda *said: heard.append(said[0]))
-    assert heard == [1, 2]
-    assert two.seconds > 0
-    assert capfd.readouterr() == ("", "")
 
 
 NO_ROOM = RankFailed(1, "RuntimeError: no room")
