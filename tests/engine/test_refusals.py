@@ -271,31 +271,6 @@ def test_backwards_that_do_not_fit(stage):
     assert torch.equal(first, second)
 
 
-def train(case, stage):
-    """Rank 1 does something else in step 1."""
-    mesh = Mesh(timeout_s=4.0, device="cpu")
-    model = parallelize(stack(), mesh, Parallel.of(zero_stage=stage, **SMALL))
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    for step in range(3):
-        odd = mesh.rank == 1 and step == 1
-        for _ in range(2 if odd and case == "another backward" else 1):
-            model(torch.ones(2, 16)).square().sum().backward()
-        if odd and case == "no step":
-            optimizer.zero_grad()
-            continue
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("case", ["another backward", "no step"])
-@stages
-def test_ranks_that_do_different_things(case, stage):
-    outcomes = on_ranks(lambda: train(case, stage), timeout_s=30)
-    message = r"(on|of|from|Engine:) rank \d.* (bucket \d+ of step \d|backward passes)"
-    message += r"|ranks differ: \d backward passes on rank|ranks differ: rank \d begins"
-    assert_all_raise(outcomes, RuntimeError, message)
-
-
 # Steps of optimizers over parameters of which a rank has only a part
 
 
@@ -351,16 +326,6 @@ def test_what_no_rank_can_step_is_refused(monkeypatch, cls, options, drive, erro
     for stage in (1, 2, 3):
         with pytest.raises(error, match=message.format(stage=stage)):
             step_with(stage, lambda model: cls(model.parameters(), **options), drive)
-
-
-def test_stock_optimizers_step_at_stage_0_and_beside_engines():
-    a, b = step_with(0, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
-    assert torch.equal(a, b)
-    step_with(0, lambda model: AdamW(model.parameters(), zero_grad_in_step=True))
-    p = nn.Parameter(torch.ones(3))
-    p.grad = torch.ones(3)
-    torch.optim.SGD([p], lr=0.5).step()
-    assert p.tolist() == [0.5] * 3
 
 
 def steps_without_an_engine(wrap, cls, tmp_path):
