@@ -3,8 +3,6 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -303,17 +301,6 @@ def test_sample_and_export_take_a_run_of_ranks(here, capsys, layout):
     assert main(["export", "r", "--to=given"]) == 0
     assert main(["sample", "given", *options]) == 0
     assert capsys.readouterr().out.endswith(drawn)
-
-
-@pytest.mark.slow
-def test_threads_do_not_matter(here):
-    """One process with two threads is the run of two with one each, as cores are shared out."""
-    sizes = {"n_embd": 256, "block_size": 128, "batch_size": 2, "micro_batch_size": 1}
-    flags = flags_of({**SAME, **sizes, "dtype": "bf16", "max_steps": 2, "save_every": 0})
-    for out, cut in (("one", ["--nproc=1", "--threads=2"]), ("two", ["--nproc=2", "--threads=1"])):
-        words = [sys.executable, "-m", "fastpar", "train", *flags, f"--out={out}", *cut]
-        subprocess.run(words, check=True)
-    check_same("two", "one")
 
 
 experts = Runs(**{**SAME, **EXPERTS})
