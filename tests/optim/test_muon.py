@@ -117,16 +117,6 @@ def test_the_bits_of_one_process_also_where_another_layout_goes_on(
         assert_same(moments["state"], state["state"])
 
 
-@sweep("stage", [0, 3])
-def test_three_ranks_are_one_process_in_fp64(stage):
-    """Whose third is no power of two: sums are rounded otherwise. eps is above what cancels."""
-    smooth = {"adamw": {"eps": 1e-3}}
-    want = alone(FP64, ranks=6, **smooth)[0]
-    for weights, _ in run_ranks(lambda: train(*split(3, 1, stage, FP64, **smooth), ranks=6), 3):
-        for name, w in want.items():
-            torch.testing.assert_close(weights[name], w, rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("dtype", [FP64, FP32])
 @pytest.mark.parametrize("coefficients", [None, QUINTIC[0]])
 def test_the_formulas(dtype, coefficients):

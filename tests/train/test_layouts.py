@@ -116,12 +116,6 @@ SPLIT = {**FEW, "n_layer": 2, "n_head": 4}
 # What a trainer has beside model and optimizer, whose states are tests/contracts/test_reshard.py's.
 HOPS = {
     "averages": ({**STORAGE[0], "ema": 0.3}, [(2, Z3), (1, {}), (2, Z2)]),
-    "rounding": (STORAGE[1], [(2, Z3), (1, {}), (2, Z2), (2, Z1)]),
-    "pipelines": (
-        {"n_layer": 3},
-        [(2, {"pp": 2}), (3, {"pp": 3}), (2, stages("interleaved")), (2, stages("gpipe", **Z3))],
-    ),
-    "muon": (BASES["muon"], [(2, Z3), (1, {}), (2, {"pp": 2, **Z1}), (2, Z2)]),
     "experts": (EXPERTS, [(4, {"ep": 4, **Z2}), (2, {"ep": 2, **Z3}), (1, {})]),
     "fp8": (DELAYED, [(1, {}), (4, Z3), (2, {"pp": 2}), (2, Z3)]),
     "documents": (DOCUMENTS, [(1, {}), (2, Z1)]),
