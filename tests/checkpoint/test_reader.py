@@ -31,6 +31,8 @@ from fastpar.models.hf import load_hf, save_hf
 from fastpar.settings.model import GPTConfig
 from fastpar.sharding.placements import HOLE, Run, whole_run
 
+OPTIMIZER = "optimizer-00001-of-00002.safetensors"
+
 
 @pytest.fixture
 def made(tmp_path):
@@ -79,6 +81,29 @@ def test_every_dtype_and_holes(tmp_path, chunk_bytes):
     manifest = Manifest(1, {"a": FileEntry(len(raw), first, head)}, (), (entry,))
     with TensorReader(tmp_path, manifest) as reader:
         assert reader.read([entry]).tolist() == [[5.0, 6.0], [0.0, 1.0]]
+
+
+def test_damage_is_found_as_the_bytes_pass_and_missing_files_are_named(made):
+    folder, manifest = made
+    found = by_key(manifest.optimizer)["ln_f.bias/exp_avg"]
+    moments, weights = folder / OPTIMIZER, folder / "model.safetensors"
+
+    def refused(words, entries, way=TensorReader.read):
+        with TensorReader(folder, manifest) as reader, pytest.raises(ValueError, match=words):
+            way(reader, entries)
+
+    with TensorReader(folder, manifest) as reader:
+        place = reader.places(OPTIMIZER)[found[0].key]
+    raw = bytearray(moments.read_bytes())
+    raw[place.stop - 1] ^= 1
+    moments.write_bytes(raw)
+    text = rf"ln_f.bias/exp_avg, elements 0 to 3 as saved, got other content in .*{OPTIMIZER}; the"
+    refused(f"TensorReader: expected {text}", found)
+    moments.unlink()
+    refused(rf"got no such file in .*{OPTIMIZER}; the checkpoint", found)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    cut = r"got \d+ bytes instead of \d+ in .*model.safetensors"
+    refused(cut, manifest.weights[0], TensorReader.whole)
 
 
 # Parts of tensors, straight to their places; see test_reshard for whole models.
