@@ -326,6 +326,9 @@ def test_what_no_rank_can_step_is_refused(monkeypatch, cls, options, drive, erro
     for stage in (1, 2, 3):
         with pytest.raises(error, match=message.format(stage=stage)):
             step_with(stage, lambda model: cls(model.parameters(), **options), drive)
+    if cls is torch.optim.SGD or "zero_grad_in_step" in options:  # whole gradients do
+        a, b = step_with(0, lambda model: cls(model.parameters(), **options), drive)
+        assert torch.equal(a, b)
 
 
 def steps_without_an_engine(wrap, cls, tmp_path):
