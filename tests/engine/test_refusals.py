@@ -271,6 +271,48 @@ def test_backwards_that_do_not_fit(stage):
     assert torch.equal(first, second)
 
 
+def train(case, stage):
+    """Rank 1 does something else in step 1."""
+    mesh = Mesh(timeout_s=4.0, device="cpu")
+    model = parallelize(stack(), mesh, Parallel.of(zero_stage=stage, **SMALL))
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        odd = mesh.rank == 1 and step == 1
+        for _ in range(2 if odd and case == "another backward" else 1):
+            model(torch.ones(2, 16)).square().sum().backward()
+        if odd and case == "no step":
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("case", ["another backward", "no step"])
+@stages
+def test_ranks_that_do_different_things(case, stage):
+    outcomes = on_ranks(lambda: train(case, stage), timeout_s=30)
+    message = r"(on|of|from|Engine:) rank \d.* (bucket \d+ of step \d|backward passes)"
+    message += r"|ranks differ: \d backward passes on rank|ranks differ: rank \d begins"
+    assert_all_raise(outcomes, RuntimeError, message)
+
+
+def test_a_micro_batch_more_on_one_rank_is_told():
+    """One that sends nothing, so that all collectives are the same."""
+
+    def ranks(stage):
+        mesh = Mesh()
+        model = parallelize(stack(), mesh, Parallel.of(zero_stage=stage, **SMALL))
+        if mesh.rank == 1:
+            with engine_of(model).no_sync():
+                model(torch.ones(2, 16)).sum().backward()
+        model(torch.ones(2, 16)).sum().backward()
+        AdamW(model.parameters()).step()
+
+    for stage in (0, 2):
+        outcomes = on_ranks(functools.partial(ranks, stage))
+        assert_all_raise(outcomes, RuntimeError, "2 backward passes on rank 1, 1 on rank 0; give")
+
+
 # Steps of optimizers over parameters of which a rank has only a part
 
 
