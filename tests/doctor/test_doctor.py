@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -773,6 +774,17 @@ def test_a_proof_depends_on_the_op_s_sources_and_what_they_import():
     whole = set.union(*of.values())
     left = {str(p.relative_to(sources.KERNELS)) for p in sources.KERNELS.rglob("*.py")} - whole
     assert left == {*sources.PASSED, "cases.py", "reference.py", "flops.py"}
+
+
+def test_a_copy_of_the_module_is_the_same_build(monkeypatch, tmp_path):
+    if table_module._C is None:
+        pytest.skip("needs the compiled module")
+    path = tmp_path / "_C.so"
+    path.write_bytes(Path(table_module._C.__file__).read_bytes())  # at another time
+    about = table_module.environment("cpu")
+    copy = SimpleNamespace(__file__=str(path), isa=table_module._C.isa)
+    monkeypatch.setattr(table_module, "_C", copy)
+    assert table_module.environment.__wrapped__("cpu") == about
 
 
 @pytest.mark.parametrize("what", ["fastpar", "module"])

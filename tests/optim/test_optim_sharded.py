@@ -9,6 +9,7 @@ import torch
 from cells import cells, covering, sweep
 from optimizers import (
     FP32,
+    HYPER,
     MODES,
     UINT8,
     adafactor,
@@ -388,6 +389,22 @@ def test_steps_and_states_are_those_of_one_process(mode, path):
         copies = world // (shard_size or world) if stage else world
         for name, n in elements(alone).items():
             assert sum(mine[name] for *_, mine in ranks) == n * copies, name
+
+
+@sweep(("stage", "form"), [(1, {}), (2, {"moment_dtype": UINT8}), (3, {"amsgrad": True})])
+def test_state_of_torch_loads_into_any_stage_and_goes_back(stage, form):
+    model = Bag()
+    theirs = torch.optim.AdamW(groups(model), **HYPER, amsgrad="amsgrad" in form)
+    train(model, theirs, range(2))
+    saved, model_state = theirs.state_dict(), {n: p.clone() for n, p in model.state_dict().items()}
+    alone = adamw(groups(model), **form, max_grad_norm=2.0, seed=5)
+    alone.load_state_dict(saved)
+    train(model, alone, range(2, 4), some)
+    found = go_on((stage, 2, None), FP32, form, model_state, saved, range(2, 4))
+    for mine, (state, torchs), *_ in found:
+        assert_same(model.state_dict(), mine)
+        assert_same_state(state, alone.state_dict())
+        torch.optim.AdamW(groups(model)).load_state_dict(torchs)
 
 
 def test_states_are_checked_and_seen_in_their_whole_shapes():

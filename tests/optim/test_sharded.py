@@ -301,6 +301,31 @@ def test_torchs_own_optimizers_pass_the_watch_with_their_bits():
                 assert_same(state, alone(name, FP32, False)[1], name)
 
 
+def test_options_and_groups_reach_the_inner_optimizer():
+    def ranks(make):
+        model = on_ranks(2) if make is Sharded else bag()
+        first, last = [model.weight, model.one], [model.bias, model.table]
+        made = Sharded(Momentum, first, lr=0.1) if make is Sharded else Momentum(first, lr=0.1)
+        train(model, made, [0])
+        made.add_param_group({"params": last, "momentum": 0.5})
+        made.param_groups[0]["momentum"] = 0.9
+        schedule = optim.lr_scheduler.ExponentialLR(made, 0.5)
+        for step in range(2, 5):
+            train(model, made, [step])
+            schedule.step()
+        return model.state_dict(), made.state_dict()["param_groups"]
+
+    expected, groups = ranks(Momentum)
+    for got, mine in run_ranks(ranks, 2, Sharded):
+        assert_same(got, expected)
+        assert mine == groups
+    model = fastpar.parallelize(bag(), Mesh(), zero_stage=0)
+    optimizer = Sharded(Momentum, [model.weight], lr=0.1)
+    with pytest.raises(ValueError, match=r"Momentum cannot step a tensor .*; use an elementwise"):
+        optimizer.add_param_group({"params": [model.bias], "momentum": "no"})
+    train(model, optimizer, [0])
+
+
 def test_a_step_spoils_a_graph_that_needs_the_weights():
     """As torch's in-place updates do: a second backward would have mixed old and new weights."""
     w = torch.nn.Parameter(torch.ones(3))
@@ -503,6 +528,25 @@ def test_state_that_is_not_the_optimizers_is_refused_when_it_is_loaded(tmp_path)
     run_ranks(ranks, 2, Sixteen, r"entries of Momentum for .*, got absmax, which it did not make")
 
 
+def test_groups_with_other_entries_are_saved_and_resumed(tmp_path):
+    def groups_of(model):
+        return [
+            {"params": [model.weight], "momentum": 0.9},
+            {"params": [model.bias, model.table, model.one], "centered": True},
+        ]
+
+    def ranks():
+        model = on_ranks(1)
+        optimizer = Sharded(optim.RMSprop, groups_of(model))
+        train(model, optimizer, range(2))
+        path = save_checkpoint(tmp_path, step=2, model=model, optimizer=optimizer)
+        again = Sharded(optim.RMSprop, groups_of(model))
+        load_checkpoint(path, model=model, optimizer=again)
+        assert_same(again.state_dict()["state"], optimizer.state_dict()["state"])
+
+    run_ranks(ranks, 2)
+
+
 def test_counters_of_groups_are_in_state_dicts_and_not_in_checkpoints(tmp_path):
     whole = bag()
     train(whole, Counts(whole.parameters()), range(4))
@@ -583,9 +627,6 @@ def test_options_are_the_inner_ones():
         Sharded(optim.Adam, bag().parameters(), lr=-1.0)
     with pytest.raises(TypeError, match="momentum"):
         Sharded(optim.Adam, bag().parameters(), momentum=0.9)
-    optimizer = Sharded(Momentum, [bag().weight], lr=0.1)
-    with pytest.raises(ValueError, match=r"Momentum cannot step a tensor .*; use an elementwise"):
-        optimizer.add_param_group({"params": [bag().bias], "momentum": "no"})
     model = bag(FP16)
     with pytest.raises(ValueError, match="remainder"):
         Sharded(optim.Adam, model.parameters(), master_weights="remainder")
