@@ -9,6 +9,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
+from cells import sweep
 
 from fastpar import cli
 from fastpar.comm.ranks import RankFailed
@@ -16,7 +17,7 @@ from fastpar.data.batches import load_data, sample_batch
 from fastpar.models.gpt import GPT
 from fastpar.observe import compare, results
 from fastpar.observe.pictures import PICTURES, look
-from fastpar.observe.report import summary
+from fastpar.observe.report import head, markdown, rows, summary
 from fastpar.observe.results import RESULTS, Comparison, Run, Stat, judge_losses, yardstick
 from fastpar.observe.strategies import SINGLE, STRATEGIES, Settings, build
 from fastpar.optim.schedule import cosine_lr
@@ -138,6 +139,47 @@ def test_the_largest_difference_is_between_two_strategies():
     assert judge_losses(make_comparison(make_run("dp"))) is None
     runs = [make_run("single"), make_run("dp"), make_run("dp", 2, nudge=1.0), other_order(1e-5)]
     assert judge_losses(make_comparison(*runs)).beyond == (1, "dp")
+
+
+def test_the_table_has_a_row_for_each_strategy_and_the_fastest_stands_first():
+    runs = [*repeats("dp", 0.13, 0.14), make_run("zero1", step_s=0.05), make_run("ddp", step_s=0.2)]
+    names, skipped = ["tp", "dp", "zero1", "ddp", "hsdp"], {"deepspeed1": "is not installed"}
+    found = make_comparison(*runs, FAILED, skipped=skipped, strategies=names, complete=False)
+    cells = rows(found)
+    assert [row[0] for row in cells] == ["zero1", "dp", "ddp", "tp", "hsdp", "deepspeed1"]
+    assert [row[3] for row in cells[:3]] == ["4.00", "1.48", "1.00"]
+    assert cells[1][1:3] == ["2", "3,798 (3,657-3,938)"]  # 512 tokens in 0.13 and 0.14 s
+    ends = ["stopped before its first run", "failed", "skipped"]
+    assert [row[1].partition(":")[0] for row in cells[3:]] == ends
+    table = [line for line in markdown(found).splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in table} == {len(head(found)) + 1}, "no cell breaks the table"
+    assert "speed, ddp = 1" in head(found)
+    found.runs = found.runs[:2]
+    assert "speed, dp = 1" in head(found), "the first that was asked for and ran"
+
+
+CLAIMS = [
+    # A clear margin, no difference beyond the spread, and one run each, which proves no order.
+    ([*repeats("dp", 0.1, 0.101, 0.102), *repeats("ddp", 0.2, 0.201, 0.19)],
+     "Fastest: dp, 5,069 tokens/s (5,020 to 5,120 in 3 repeats); next is ddp with 2,560, 49.5 %"),
+    ([*repeats("dp", 0.1, 0.11, 0.12), *repeats("ddp", 0.105, 0.115, 0.125)],
+     "Fastest: the repeats of dp and ddp overlap, so no difference is proved."),
+    ([make_run("dp"), make_run("ddp", step_s=0.2)],
+     "Fastest in one run each, which proves no order: dp, 5,120"),
+    ([make_run("single"), make_run("dp", nudge=1.0)],
+     "Whether that is rounding is not known: single ran in one order"),
+    # 20 steps each; the dense one is twice as fast, and done when the other has done ten. Means of
+    # the last two of 20 steps: 4 - 0.1 * 18.5, 4 - 0.12 * 18.5; after ten 4 - 0.12 * 8.5.
+    ([make_run("dp", step_s=0.1, losses=[4.0 - 0.1 * i for i in range(20)]),
+      make_run("experts", step_s=0.2, losses=[4.0 - 0.12 * i for i in range(20)])],
+     "after 10 steps of experts and 20 of dp, it is 2.9800 against 2.1500, 0.8300 hi"),
+]  # fmt: skip
+
+
+@sweep(("runs", "said"), CLAIMS)
+def test_claims(runs, said):
+    text = "\n".join(summary(make_comparison(*runs)))
+    assert said in text
 
 
 @pytest.mark.slow

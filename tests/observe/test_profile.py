@@ -30,7 +30,7 @@ from fastpar.comm.recorder import (
     WAIT,
     Span,
 )
-from fastpar.observe import profile
+from fastpar.observe import profile, trace
 from fastpar.observe.profile import Report, layer_bytes, parse_profile
 from fastpar.observe.trace import COMMUNICATION, MEMORY, OpTime, TraceTimes, times_of
 from fastpar.observe.verdict import Measured, Phase, Situation, advise, fitted, verdict, work_of
@@ -311,6 +311,21 @@ def test_on_a_gpu_kernels_belong_to_the_phase_that_launched_them():
     assert (wait.begin_ms, wait.end_ms) == (pytest.approx(0.7), pytest.approx(0.8))
     assert rows[REDUCE] == [Span(REDUCE, REDUCE, pytest.approx(0.6), pytest.approx(0.8))]
     assert rows[HOST][0].begin_ms == pytest.approx(0.0)
+
+
+def test_flops_of_products():
+    for name, shape, flops in (
+        ("linear", (), None),
+        ("linear", ((2, 3, 5), (7, 5)), 2 * 6 * 5 * 7),
+        ("linear_bwd", ((2, 3, 7), (2, 3, 5), (7, 5)), 4 * 6 * 5 * 7),
+        ("aten::mm", ((3, 5), (5, 7)), 2 * 3 * 5 * 7),
+        ("aten::bmm", ((2, 3, 5), (2, 5, 7)), 2 * 2 * 3 * 5 * 7),
+        ("aten::addmm", ((7,), (3, 5), (5, 7)), 2 * 3 * 5 * 7),
+        ("aten::mul", ((3,), (3,)), None),
+    ):
+        assert trace.product_flops(OpTime(name, FORWARD, COMPUTE, shape, 1, 1.0)) == flops, name
+    with pytest.raises(ValueError, match="times_of: expected ranges of phases in the trace, got n"):
+        times_of([op("aten::mm", 0, 5)])
 
 
 # The verdict: constructed numbers in, words out
