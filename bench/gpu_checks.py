@@ -309,7 +309,8 @@ def check_attention(name: str, D: int, what: str) -> Found:
 
 def check_orthogonal() -> Found:
     shapes = [(100, 257)] if RUN.quick else [(768, 768), (768, 3072), (100, 257)]
-    return judge([orthogonal_case(*shape) for shape in shapes], (WIDE, HALF[0]))
+    many = [orthogonal_case(*shape, many=6) for shape in shapes]
+    return judge([*map(orthogonal_case, *zip(*shapes)), *many], (WIDE, HALF[0]))
 
 
 def cells_of_ops() -> list[Cell]:
@@ -654,7 +655,7 @@ TIMED = [
     ("layer_norm", "layer_norm N=32768 C=768"), ("gelu", "F=3072"),
     ("attention", "H=12 T=1024 D=64"), ("adamw", "bf16 124M"), ("embedding", "C=768"),
     ("global_norm", "GPT-2"), ("linear_fp8", "c_fc"), ("quantize", "int8"), ("sum_shards", ""),
-    ("philox", ""), ("grouped_linear", ""),
+    ("philox", ""), ("grouped_linear", ""), ("orthogonalize", "768x3072"),
 ]  # fmt: skip
 ATTEND = """
 import torch; from fastpar.kernels import attention; from fastpar.kernels.choice import trying

@@ -295,12 +295,6 @@ def use_triton(op: str, x: Tensor) -> bool:
     return able and _allowed(op, x)
 
 
-def runs_triton(x: Tensor) -> bool:
-    """Whether a call runs Triton, in code that a kernel's launch already implies: use_triton()
-    without its checks."""
-    return x.is_cuda or choice == "triton"
-
-
 def keep_freed_memory() -> bool:
     """Keeps freed CPU memory mapped in this process; returns whether the C library supports it.
 

@@ -29,7 +29,7 @@ from fastpar.kernels import Rng, adamw, backend, make_key, reference
 from fastpar.kernels.backend import wide
 from fastpar.kernels.choice import PARTS
 from fastpar.kernels.global_norm import norm_bins, norm_from_bins
-from fastpar.kernels.orthogonalize import POLAR_EXPRESS
+from fastpar.kernels.orthogonalize import POLAR_EXPRESS, orthogonalize_each
 
 
 class Errors(NamedTuple):
@@ -1191,15 +1191,17 @@ def newton_schulz(x: Tensor, coefficients: Any = POLAR_EXPRESS) -> Tensor:
     return y.T if x.shape[0] > x.shape[1] else y
 
 
-def orthogonal_case(m: int, n: int, coefficients: Any = POLAR_EXPRESS) -> OpCase:
-    """The orthogonal factor of a random matrix, compared with plain products; no gradient."""
+def orthogonal_case(m: int, n: int, coefficients: Any = POLAR_EXPRESS, *, many: int = 1) -> OpCase:
+    """The orthogonal factor of a random matrix, compared with plain products; no gradient. many: of
+    as many copies, which a GPU takes through the steps together."""
     how: dict[str, Any] = {"coefficients": tuple(coefficients)}
     steps = functools.partial(newton_schulz, **how)
     ref = functools.partial(reference.orthogonalize_ref, **how)
-    calls = (lambda x: kernels.orthogonalize(x, **how, dtype=x.dtype)), ref, steps
+    calls = (lambda x: orthogonalize_each([x] * many, **how, dtype=x.dtype)[-1]), ref, steps
     about: dict[str, Any] = {"in_fp64": True, "differentiable": False, "formula": steps}
     about |= {"dtypes": (FP32, torch.bfloat16), "elements": (15.0 * (m * n + m * m), 0.0)}
-    return OpCase("orthogonalize", f"{m}x{n}", lambda draw: {"x": draw(m, n)}, *calls, **about)
+    shape = f"{m}x{n}" + f" of {many}" * (many > 1)
+    return OpCase("orthogonalize", shape, lambda draw: {"x": draw(m, n)}, *calls, **about)
 
 
 @makes("orthogonalize", proven=False)

@@ -19,6 +19,7 @@ quantize: "eager" is the same arithmetic in plain torch: rounded to nearest, or 
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -134,6 +135,11 @@ def activation(bench: Bench) -> Iterator[Case]:
         yield at_rows(bench, make, rows, 512, name=f"{kind} N={rows} F={width}")
 
 
+def repeated(call: Callable[[Tensor], Tensor], times: int) -> Callable[[Tensor], Tensor]:
+    """What makes the call so often, and returns the last result."""
+    return lambda x: [call(x) for _ in range(times)][-1]
+
+
 def orthogonalize(bench: Bench) -> Iterator[Case]:
     on_cpu, theirs = [(768, 768), (768, 3072)], "torch.optim.Muon"
     wide = dtype_of(bench) == WIDE
@@ -151,10 +157,13 @@ def orthogonalize(bench: Bench) -> Iterator[Case]:
     others: dict[str, Any] = {"eager": eager, theirs: muon}
     how: dict[str, Any] = {"directions": ("call",), "compiled": False}
     how["unjudged"] = (theirs,) * wide
-    for m, n in of_device(bench, [*on_cpu, (1600, 6400)], on_cpu, [(64, 64), (64, 256)]):
-        whole, few = (cases.orthogonal_case(a, b, QUINTIC) for a, b in ((m, n), (64, 64 * n // m)))
-        name = f"orthogonalize {'fp32' if wide else 'bf16'} {m}x{n}"
-        yield timed(bench, whole, few, others, name=name, **how)
+    shapes = of_device(bench, [*on_cpu, (1600, 6400)], on_cpu, [(64, 64), (64, 256)])
+    for (m, n), many in itertools.product(shapes, (1, 12) if bench.device == "cuda" else (1,)):
+        sizes, case = ((m, n), (64, 64 * n // m)), cases.orthogonal_case
+        whole, few = (case(*size, QUINTIC, many=many) for size in sizes)
+        each = {name: repeated(call, many) for name, call in others.items()}
+        name = f"orthogonalize {'fp32' if wide else 'bf16'} {whole.shape}"
+        yield timed(bench, whole, few, each, name=name, **how)
 
 
 # Tokens and masks
@@ -400,13 +409,12 @@ BLOCK = 256  # elements that share a scale
 
 
 def quantize(bench: Bench) -> Iterator[Case]:
-    """Codes of a gradient bucket in 8 bits, and back; back from 8-bit floats too."""
+    """Codes of a gradient bucket in 8 bits, and back."""
     kernels.keep_freed_memory()  # as training does: else page faults of 100 MB are what is timed
     n = 256 * (100 if bench.quick else 100_000)  # a bucket of 100 MB
     for way in ("", "seeded"):
         yield quantize_case(n, way, bench.device)
-    for form in ("int8", "float8_e4m3fn"):
-        yield dequantize_case(n, form, bench.device)
+    yield dequantize_case(n, bench.device)
 
 
 def by_scale(codes: Tensor, scales: Tensor) -> Tensor:
@@ -445,11 +453,10 @@ def quantize_case(n: int, way: str, device: str) -> Case:
     return Case(name, make_inputs, {"eager": eager, "fastpar": own}, None, WIDE, **how)
 
 
-def dequantize_case(n: int, form: str, device: str) -> Case:
+def dequantize_case(n: int, device: str) -> Case:
     def make_inputs(generator: torch.Generator, small: bool) -> tuple[Tensor, ...]:
         (x,) = drawn([torch.Size([16 * BLOCK if small else n])], WIDE, device, generator)
-        codes, scales = kernels.quantize_blockwise(x, block=BLOCK)
-        return (x * 64).to(torch.float8_e4m3fn) if form[0] == "f" else codes, scales
+        return kernels.quantize_blockwise(x, block=BLOCK)
 
     own, oracle = (
         functools.partial(op, block=BLOCK)
@@ -457,7 +464,7 @@ def dequantize_case(n: int, form: str, device: str) -> Case:
     )
     variants: dict[str, Any] = {"eager": by_scale, "fastpar": own}
     how: dict[str, Any] = {"bytes_moved": {"call": n * (5 + 4 / BLOCK)}, **CALL}
-    return Case(f"dequantize {form} {short(n)}", make_inputs, variants, oracle, WIDE, **how)
+    return Case(f"dequantize int8 {short(n)}", make_inputs, variants, oracle, WIDE, **how)
 
 
 BENCHES: dict[str, tuple[Callable[[Bench], Iterator[Case]], int, int]] = {  # seconds: CPU, GPU

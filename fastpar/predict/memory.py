@@ -68,6 +68,7 @@ from fastpar.engine.gradients import IN_FLIGHT as IN_REDUCTION
 from fastpar.kernels.backend import _C, has_bf16_gemm
 from fastpar.kernels.linear.fp8 import BLOCK
 from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows, workspace_bytes
+from fastpar.kernels.orthogonalize import TOGETHER
 from fastpar.optim.adafactor import BATCH
 from fastpar.predict.time import matrices_of, product_bytes
 from fastpar.settings.model import (
@@ -468,7 +469,10 @@ def _update_bytes(workload: Workload, setup: Setup, buckets: GPTBuckets) -> floa
         return _adafactor_scratch(setup, buckets)
     if setup.optimizer == "muon":
         found = matrices_of(workload.shape, buckets, setup)
-        return max(matrices.room(product_bytes(setup)) for matrices in found)
+        room = max(matrices.room(product_bytes(setup)) for matrices in found)
+        if setup.device_type == "cuda":  # values and products in fp32 and 16 bits
+            room += 14.0 * max(min(TOGETHER, matrices.numel / matrices.n_dp) for matrices in found)
+        return room
     return 0.0
 
 

@@ -415,9 +415,8 @@ def check(x, device, *, block=256, seed=None, first_index=0, offset=0):
         assert_same(got, ref.dequantize_blockwise_ref(want, want_scales, block=block).to(out_dtype))
 
 
-@sweep("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_every_code_decodes_as_torchs(dtype, device):
-    codes = torch.arange(700, dtype=torch.int32).to(torch.uint8).view(dtype)
+def test_every_code_decodes_as_torchs(device):
+    codes = torch.arange(700, dtype=torch.int32).to(torch.int8)
     scales = torch.tensor([1.0, 0.37, 2.0**-126])
     want = codes.float() * scales.repeat_interleave(256)[:700]
     for out_dtype in DTYPES:
@@ -512,7 +511,7 @@ REFUSALS += [
     (r"2 fp32 scales .* got scales=\[1\]", FROM, (Q, OF_Q[:1]), {}),
     ("got scales=.* torch.float64", FROM, (Q, OF_Q.double()), {}),
     ("got scales=.* on meta", FROM, (Q, OF_Q.to("meta")), {}),
-    ("codes of int8, float8_e4m3fn or float8_e", _C.dequantize_blockwise,
+    ("_C: expected codes of 300 contiguous elements of int8", _C.dequantize_blockwise,
      (WIDE, OF_Q, 256, WIDE, 1), {}),
     ("power of two .* got block=100", _C.dequantize_blockwise, (Q, OF_Q, 100, WIDE, 1), {}),
     *(("_C: expected out of", _C.dequantize_blockwise, (Q, OF_Q, 256, wrong, 1), {})
