@@ -25,7 +25,7 @@ from fastpar.checkpoint import saver as saver_module
 from fastpar.checkpoint.manifest import read_manifest
 from fastpar.checkpoint.reader import newest_checkpoint, verify_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint, read_state
-from fastpar.checkpoint.saver import Capture, Saver, piece_runs
+from fastpar.checkpoint.saver import Capture, Saver, piece_runs, save_checkpoint
 from fastpar.engine.engine import engine_of, engine_of_parameter
 from fastpar.files.runs import list_checkpoints
 from fastpar.settings.parallel import Parallel
@@ -200,6 +200,52 @@ def test_a_save_holds_one_bucket_and_a_load_one_weight(tmp_path, monkeypatch, ra
         assert loading <= (LARGEST + part if part else 0) + SMALL + agreed
         assert tp == 1 or loading >= LARGEST  # it is seen
     assert max(writing) <= SMALL
+
+
+class Many(torch.nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.parts = torch.nn.ParameterList([torch.ones(3) for _ in range(n)])
+
+    def forward(self):
+        return torch.cat([*self.parts]).sum()
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), slow(2, 3)])
+def test_the_work_grows_with_the_number_of_tensors(tmp_path, monkeypatch, ranks, stage):
+    """And not with its square: calls of functions on the caller's thread are counted."""
+    for module in (saver_module, restore_module):
+        monkeypatch.setattr(module, "ThreadPoolExecutor", Inline)
+
+    def counted(act, *args, **options):
+        calls = 0
+
+        def count(*_):
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count)
+        try:
+            act(*args, **options)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    def work(n):
+        model = parallelize(Many(n), Mesh(device="cpu"), zero_stage=stage)
+        optimizer = AdamW(model.parameters())
+        model().backward()
+        optimizer.step()
+        held = {"model": model, "optimizer": optimizer}
+        return [
+            counted(Capture, model, optimizer),
+            counted(save_checkpoint, tmp_path / f"{n}", step=1, **held),
+            counted(load_checkpoint, tmp_path / f"{n}" / "latest", **held),
+        ]
+
+    few, many = (run_ranks(work, ranks, n)[0] for n in (100, 300))
+    for name, a, b in zip(("Capture", "save", "load"), few, many, strict=True):
+        assert b < 3.3 * a, name
 
 
 @pytest.fixture

@@ -7,15 +7,17 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cells import slow
 
 from bench import __main__ as door
-from bench import ingest
+from bench import gpu_cells, gpu_checks, ingest
 from bench.harness import Bench, Case
 from bench.ops import tune
 from bench.peers import packages
@@ -137,11 +139,31 @@ def test_rows_merge_by_key_and_survive_a_round_trip(tmp_path):
         ResultFile(path, {**ABOUT, "cpu": "other"})
 
 
+def test_foreign_and_damaged_files_are_refused(tmp_path):
+    path, row = tmp_path / "rows.json", {**make_row().to_json(), "watts": 3}
+    unknown = json.dumps({"schema": 1, "machine": ABOUT, "rows": [row]})
+    for text, why in (
+        ('{"schema": 99}', "load: expected schema=1, got schema=99"),
+        ('{"schema": 1, ', r"load: expected a result file, got path=rows\.json"),
+        (unknown, r"Row.from_json: expected .*, got fields=\['watts'\]"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=why):
+            load(path)
+
+
 # Each runs
 
 # What a machine may lack; torch's flash attention for CPUs has no dropout.
 MISSING = re.compile(r"not installed|No module named|NoLinkError|Ninja|[Cg]\+\+|available kernel")
 QUICKEST = ("embedding", "philox")
+
+
+def test_every_bench_can_be_found_and_has_a_limit():
+    assert door.names()[-1] == "train"
+    for name in door.names():
+        assert all(door.limit_of(name, device) > 0 for device in ("cpu", "cuda"))
+        assert callable(importlib.import_module(door.homes()[name]).run)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICKEST else slow(n) for n in door.names()])
@@ -271,6 +293,105 @@ def test_a_report_becomes_results_and_a_rehearsal_does_not(tmp_path, capsys):
     path.write_text(json.dumps({**report, "quick": True}))
     assert ingest.main([str(path)]) == 2
     assert "got the rehearsal report.json" in capsys.readouterr().err
+
+
+def test_the_tests_that_run_on_a_gpu_are_there():
+    text = (ROOT / "bench" / "gpu_checks.py").read_text()
+    listed = text.split("GPU_TESTS = {")[1].split("\n}")[0]
+    files = re.findall(r'"(\w+/test_\w+)"', listed)
+    assert len(files) > 5
+    assert [file for file in files if not (ROOT / "tests" / f"{file}.py").exists()] == []
+
+
+def test_a_stage_has_time_for_its_cells_and_leaves_the_others_theirs():
+    starts = dict(zip(gpu_cells.END, (0, *gpu_cells.END.values())))
+    assert list(gpu_cells.END.values())[-1] == gpu_cells.LIMIT_S
+    order = [one.stage for one in gpu_checks.CELLS]
+    assert order == sorted(order, key=list(gpu_cells.END).index)
+    for stage, end in gpu_cells.END.items():
+        limits = [one.limit_s for one in gpu_checks.CELLS if one.stage == stage]
+        alone = stage != "checks"  # there six run at once
+        assert (sum if alone else max)(limits or [0]) <= end - starts[stage]
+    names = [one.name for one in (*gpu_checks.CELLS, *gpu_checks.ON_REQUEST)]
+    assert len(set(names)) == len(names)
+
+
+def come_half_way():
+    gpu_cells.note(at="the third of six")
+    time.sleep(100)
+
+
+def test_a_late_cell_says_how_far_it_came_and_takes_nothing_from_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_cells, "END", {"prove": 4, "large": 9, "tune": 12})
+    monkeypatch.setattr(gpu_cells, "LIMIT_S", 12.0)
+    monkeypatch.setattr(
+        gpu_cells, "RUN", SimpleNamespace(quick=True, device="cpu", scratch=tmp_path)
+    )
+    cells = [
+        gpu_cells.Cell("a", come_half_way, 90, "prove"),  # ends with its stage
+        gpu_cells.Cell(
+            "b", lambda: time.sleep(1.5), 1, "large"
+        ),  # from when it starts; twice on CPUs
+        gpu_cells.Cell("c", come_half_way, 1, "large"),
+        gpu_cells.Cell("d", lambda: None, 1, "tune"),
+    ]
+    runner = gpu_cells.Runner(tmp_path / "out", time.time(), 12.0)
+    runner.run(cells, 2)
+    rows = {row["cell"]: row for row in runner.rows}
+    assert {n: row["status"] for n, row in rows.items()} == {
+        "a": "timeout", "b": "ok", "c": "timeout", "d": "ok"
+    }  # fmt: skip
+    assert rows["a"]["seconds"] < 5
+    page = "\n".join(gpu_cells.report(runner.head, runner.rows))
+    assert "TIMEOUT  c: after 2 s, at the third of six" in page
+    again = gpu_cells.Runner(tmp_path / "out", time.time(), 12.0)
+    assert [one.name for one in again.not_done(cells)] == ["a", "c"]
+    assert [row["cell"] for row in again.rows] == ["b", "d"]
+    other = gpu_cells.Runner(tmp_path / "out", time.time(), 12.0)
+    other.head["sources"] = "changed"
+    assert other.not_done(cells) == cells
+
+
+def test_a_cell_whose_device_code_was_found_right_is_not_run(tmp_path, monkeypatch):
+    rows = [
+        {"cell": "gelu 8", "status": "ok", "code": "abc"},
+        {"cell": "norm 8", "status": "wrong", "code": "abc"},
+    ]
+    (tmp_path / "gpu_2026.json").write_text(json.dumps({"cells": rows}))
+    known = gpu_checks.known_code(tmp_path)
+    run = SimpleNamespace(quick=False, device="cuda", known=known)
+    monkeypatch.setattr(gpu_checks, "RUN", run)
+    monkeypatch.setattr(gpu_checks, "device_code", lambda cases: "abc")
+    result = {"shown": "ran"}
+    found = gpu_checks.unless_known("gelu 8", [], lambda: result)
+    assert found["status"] == "proven"
+    assert "gpu_2026.json: not run" in found["shown"]
+    assert gpu_checks.unless_known("norm 8", [], lambda: result) is result
+    assert gpu_checks.unless_known("gelu 8", [], lambda: result, "torch 7") is result
+
+
+PTX = """.version 8.7
+.entry k(
+ .param .u64 a)
+{
+{line} mov.u32 %r1, 7;
+}
+{file}
+ .section .debug_info
+ {{ .b8 {line_number} }}
+"""
+
+
+def test_comments_and_lines_of_a_source_are_no_device_code():
+    texts = [
+        PTX.replace("{line}", f" .loc 1 {n} 0\n$L__tmp{n}:\n").replace("{file}", f' .file "{n}"')
+        for n in (3, 77)
+    ]
+    assert texts[0] != texts[1]
+    first, second = map(gpu_checks.without_debug, texts)
+    assert first == second
+    assert "mov.u32 %r1, 7" in first
+    assert gpu_checks.without_debug(texts[0].replace(", 7", ", 8")) != first
 
 
 KINDS = [  # a cell of each kind

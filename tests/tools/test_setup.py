@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -72,6 +73,26 @@ def put(folder):
     return str(nvcc)
 
 
+def test_where_a_build_looks_for_nvcc(tmp_path, monkeypatch):
+    """The newest of the usual folders; CUDA_HOME comes first and alone."""
+    for name in ("CUDA_HOME", "CUDA_PATH", "FASTPAR_CUDA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("setuptools.setup", lambda **settings: None)
+    monkeypatch.setattr(sys, "argv", ["setup.py"])
+    find_nvcc = runpy.run_path(str(ROOT / "setup.py"))["find_nvcc"]
+    monkeypatch.setenv("PATH", "")
+    assert find_nvcc(tmp_path) is None
+    put(tmp_path / "usr/local/cuda-9.2")
+    newest = put(tmp_path / "usr/local/cuda-13.0")
+    assert find_nvcc(tmp_path) == newest
+    chosen = put(tmp_path / "usr/local/cuda")  # the administrator's choice among them
+    assert find_nvcc(tmp_path) == chosen
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "mine"))
+    assert find_nvcc(tmp_path) is None
+    mine = put(tmp_path / "mine")
+    assert find_nvcc(tmp_path) == mine
+
+
 @pytest.mark.slow
 def test_nvcc_compiles_for_a_torch_with_cuda_only(tmp_path):
     shutil.copy(ROOT / "setup.py", tmp_path)
@@ -116,6 +137,34 @@ def test_an_editable_install_leaves_the_module_out_and_takes_it_in_again(tmp_pat
 
 
 # .ci/torch
+
+
+FAKE_PIP = """#!/bin/sh
+echo "$@"
+case "$*" in
+  *cpu-index*+cpu*|*2.13.0\\ numpy*|*">=2.10"*) ;;
+  *) echo "ERROR: No matching distribution found for torch==2.13.0+cpu" >&2; exit 1 ;;
+esac
+"""
+
+
+def test_the_builds_of_torch_in_their_order(tmp_path):
+    for name, text in (("pip", FAKE_PIP), ("nvidia-smi", "#!/bin/sh\nexit $NO_GPU\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    cpu, plain = "torch==2.13.0+cpu numpy\n", "torch==2.13.0 numpy\n"
+    for env, status, out, err in (
+        ({"TORCH_INDEX": "cpu-index"}, 0, f"--extra-index-url cpu-index {cpu}", ""),
+        ({"TORCH_INDEX": ""}, 0, f"{cpu}== torch 2.13.0 without CUDA is no.*: .*\n{plain}", ""),
+        ({"TORCH_INDEX": "elsewhere"}, 2, ".*\n", "make: expected .* got none in elsewhere; .*\n"),
+        ({"NO_GPU": "0"}, 0, "torch>=2.10 numpy\n", ""),
+    ):
+        done = run(ROOT / ".ci" / "torch", "pip", PATH=path, **{"NO_GPU": "1", **env})
+        assert done.returncode == status
+        for said, expected in ((done.stdout, out), (done.stderr, err)):
+            assert re.fullmatch(expected.replace("+", r"\+"), said), said
 
 
 STEP = """
