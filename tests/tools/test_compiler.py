@@ -21,7 +21,6 @@ GOOD = {
     **{"wide_store_bytes": 16, "mufu": 3},
 }
 MATRIX = {**GOOD, "kind": "matrix", "dots": ["bf16"], "hgmma": 4, "waits": 2, "groups": 2}
-NARROW = {"narrow_load_bytes": 64, "narrow_loads": 16}
 AMPERE = {"arch": 80, "hgmma": 0}
 RULES = [  # the rule that breaks; "": none does
     ("", GOOD, {}),
@@ -58,16 +57,6 @@ def rules_broken(row, exempt=None):
 @pytest.mark.parametrize(("rule", "row", "change"), RULES)
 def test_each_rule_can_be_broken(rule, row, change):
     assert rules_broken({**row, **change}) == [rule] * bool(rule)
-
-
-def test_an_exemption_is_for_its_calls_and_its_rule():
-    row, why = {**GOOD, **NARROW}, {"16-byte loads": "rows of odd length"}
-    for pattern, reasons, broken in (
-        ("_toy_kernel *", why, []),
-        ("_toy_kernel fwd bf16", why, ["16-byte loads"]),  # not fp16
-        ("_toy_kernel *", {"spills": "?"}, ["16-byte loads"]),
-    ):
-        assert rules_broken(row, {pattern: reasons}) == broken
 
 
 # make aot
