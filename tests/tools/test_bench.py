@@ -25,7 +25,7 @@ from bench.peers import packages
 from bench.peers.published import TOLERANCE, predict, published, table
 from bench.records import RESULTS, ResultFile, Row, load, machine, median_interval
 from bench.report import report
-from bench.systems import steps
+from bench.systems import compare, steps
 from fastpar.comm.ranks import RankFailed
 from fastpar.doctor.table import VERSION
 from fastpar.doctor.trial import CpuClock, launches_of
@@ -216,6 +216,36 @@ def test_a_quick_run_has_rows_that_no_gate_refuses(name, tmp_path, monkeypatch):
     red = {row.variant: row.refused for row in rows if row.refused}
     assert all(MISSING.search(why) for why in red.values()), red
     assert any(row.variant.startswith("fastpar") for row in rows) or red
+
+
+@pytest.mark.slow
+def test_two_commits_take_turns_in_processes_of_their_own(monkeypatch, capsys):
+    """This checkout beside itself; another one's commit is a matter of building it."""
+    started = []
+
+    def start(folder, *words):
+        started.append(start_in(folder, *words))
+        return started[-1]
+
+    start_in = compare.start
+    monkeypatch.setattr(compare, "start", start)
+    monkeypatch.setattr(compare, "tree", lambda commit: ROOT)
+    assert door.main(["compare", "old", "new", "philox", "train", "--quick", "--rounds", "6"]) == 0
+    out = capsys.readouterr().out
+    assert "| ms | old | new | CPU, old | CPU, new | new, times as fast |" in out
+    assert re.search(
+        r"^\| dropout.*, forward( \| [\d.e-]+){4} \| [\d.]+x \([\d.]+ to", out, re.M
+    ), out
+    assert "\n| train quick, step |" in out
+    assert len(started) == 4
+    assert all(process.poll() is not None for process in started)
+    assert door.main(["compare", "old", "new", "nothing", "--quick"]) == 2
+    assert "compare: nothing cpu quick ended" in capsys.readouterr().err
+
+
+def test_a_commit_that_is_none_is_refused(capsys):
+    assert door.main(["compare", "no-such-commit", "HEAD"]) == 2
+    assert "compare: expected a commit, got no-such-commit; " in capsys.readouterr().err
 
 
 # The door
