@@ -138,6 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         folders = [tree(commit) for commit in args.commits]
         for name in args.names:
             words = [name, device, *["quick"] * args.quick]
+            known = len(lines)
             processes = [start(folder, *words) for folder in folders]
             try:
                 for title, ms, cpu in cases(processes, args.rounds):
@@ -146,6 +147,8 @@ def main(argv: list[str] | None = None) -> int:
                     medians = [number(statistics.median(each)) for each in (*ms, *cpu)]
                     lines.append([title, *medians, row.times])
                     print(*lines[-1], sep="  ", flush=True)
+                if len(lines) == known:
+                    raise ValueError(f"compare: expected a case of a bench, got {name}; name less")
             finally:
                 for process in processes:
                     process.kill()
