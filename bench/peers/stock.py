@@ -117,10 +117,14 @@ class Pretrained(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def stock_model(config: GPTConfig) -> nn.Module:
+def plain_model(config: GPTConfig) -> nn.Module:
+    """With the weights that fastpar.GPT has with seed 0: stock_model, or transformers' of a block
+    that is not GPT-2's."""
+    return stock_model(config) if config.is_gpt2 else Pretrained(fastpar.GPT(config, seed=0))
+
+
+def stock_model(config: GPTConfig) -> GPT:
     """The weights that fastpar.GPT has with seed 0, without filling the module twice."""
-    if not config.is_gpt2:
-        return Pretrained(fastpar.GPT(config, seed=0))
     state = fastpar.GPT(config, seed=0).state_dict()
     state["wte.weight"] = state["wte.weight"][: config.vocab_size]
     with torch.device("meta"):

@@ -123,7 +123,7 @@ class Variant:
         if spec.keep_memory:
             keep_freed_memory()
         if spec.kind == "stock":
-            plain: nn.Module = stock.stock_model(spec.config).to(spec.device)
+            plain: nn.Module = stock.plain_model(spec.config).to(spec.device)
             how: Any = {"betas": BETAS, "weight_decay": WEIGHT_DECAY, "eps": 1e-8}
             optimizer = adamw_of(plain, Settings(lr=spec.lr, **how))
             if spec.ranks > 1:

@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="name[:case]", default=["train:6x384"])
     parser.add_argument("--rounds", type=int, default=20, help="of each case; 6 at least")
     parser.add_argument("--quick", action="store_true", help="tiny shapes: does the code run?")
-    args, lines = parser.parse_args(argv), []
+    args, lines = parser.parse_args(argv), list[list[str]]()
     first, second = args.commits
     try:
         device = device_of(args, "compare")
