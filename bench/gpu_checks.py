@@ -227,9 +227,8 @@ LISTED = [  # op, last dimension, rows of the plain case
     ("layer_norm", 768, 8192), ("residual_layer_norm", 768, 8192),
     ("linear_cross_entropy", 50304, 2048), ("cross_entropy", 50304, 1024),
     ("bias_gelu", 3072, 8192),
-    ("embedding", 768, 8192), ("weight_gradient", 768, 4096), ("attention_masked", 64, 256),
-    ("dropout", 0, 48), ("adamw_step_", 0, 1024), ("pack_", 0, 8192), ("unpack_", 0, 8192),
-    ("accumulate_", 0, 8192), ("sum_shards", 0, 8192), ("global_norm", 0, 8192),
+    ("embedding", 768, 8192), ("attention_masked", 64, 256),
+    ("dropout", 0, 48), ("adamw_step_", 0, 1024), ("sum_shards", 0, 8192), ("global_norm", 0, 8192),
     ("linear_fp8", 768, 2048), ("linear_fp8", 3072, 512), ("grouped_linear", 768, 2048),
     ("rms_norm", 1600, 2048), ("residual_rms_norm", 768, 2048), ("layer_norm", 1600, 2048),
     ("attention_masked", 128, 256), ("cross_entropy", 257, 2048),
@@ -310,7 +309,8 @@ def check_attention(name: str, D: int, what: str) -> Found:
 
 def check_orthogonal() -> Found:
     shapes = [(100, 257)] if RUN.quick else [(768, 768), (768, 3072), (100, 257)]
-    return judge([orthogonal_case(*shape) for shape in shapes], (WIDE, HALF[0]))
+    many = [orthogonal_case(*shape, many=6) for shape in shapes]
+    return judge([*map(orthogonal_case, *zip(*shapes)), *many], (WIDE, HALF[0]))
 
 
 def cells_of_ops() -> list[Cell]:
@@ -654,8 +654,8 @@ TIMED = [
     ("cross_entropy", ""), ("linear_cross_entropy", "N=16384 C=768"),
     ("layer_norm", "layer_norm N=32768 C=768"), ("gelu", "F=3072"),
     ("attention", "H=12 T=1024 D=64"), ("adamw", "bf16 124M"), ("embedding", "C=768"),
-    ("global_norm", "GPT-2"), ("linear_fp8", "c_fc"), ("quantize", "int8"), ("bucket", ""),
-    ("philox", ""), ("grouped_linear", ""),
+    ("global_norm", "GPT-2"), ("linear_fp8", "c_fc"), ("quantize", "int8"), ("sum_shards", ""),
+    ("philox", ""), ("grouped_linear", ""), ("orthogonalize", "768x3072"),
 ]  # fmt: skip
 ATTEND = """
 import torch; from fastpar.kernels import attention; from fastpar.kernels.choice import trying

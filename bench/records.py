@@ -158,7 +158,7 @@ SEVERAL = {  # benches of one module
     "layouts": ("zero", "tp", "pp", "cp"),
     "links": ("overlap", "wires"),
     "ops": (
-        *("activation", "attention", "bucket", "cross_entropy", "embedding", "gelu"),
+        *("activation", "attention", "cross_entropy", "embedding", "gelu"),
         *(
             "global_norm",
             "grouped_linear",
@@ -167,7 +167,7 @@ SEVERAL = {  # benches of one module
             "linear_cross_entropy",
             "linear_fp8",
         ),
-        *("orthogonalize", "permute", "philox", "quantize", "route"),
+        *("orthogonalize", "permute", "philox", "quantize", "route", "sum_shards"),
     ),
 }
 

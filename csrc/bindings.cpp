@@ -188,7 +188,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("why_without_cuda") = FASTPAR_WITHOUT_CUDA;  // "" with CUDA
   fastpar::bind_ops(m);
   fastpar::bind_adamw(m);
-  fastpar::bind_bucket(m);
+  fastpar::bind_flat(m);
   fastpar::bind_shm(m);
   fastpar::bind_global_norm(m);
   fastpar::bind_eager(m);

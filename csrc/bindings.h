@@ -96,7 +96,7 @@ bool read(PyObject* x, Rows& rows);
 
 // One for each file bindings_<name>.cpp.
 void bind_adamw(py::module_& m);
-void bind_bucket(py::module_& m);
+void bind_flat(py::module_& m);
 void bind_shm(py::module_& m);
 void bind_global_norm(py::module_& m);
 void bind_eager(py::module_& m);

@@ -135,11 +135,10 @@ void refuse_overlap(std::vector<Extent>& extents, bool grads_too) {
   }
 }
 
-// What each part of a call takes: its hyper (empty: the first), and the index of its first element
-// (empty: after the parts before, each rounded up to 256). Part i is tensor i, or with cuts
-// elements [cuts[2 * i], cuts[2 * i + 1]) of the only one.
-struct Parts {
-  std::vector<int64_t> hyper, first_index, cuts;
+// What each tensor of a call takes: its hyper (empty: the first), and the index of its first
+// element (empty: after the tensors before, each rounded up to 256).
+struct Places {
+  const std::vector<int64_t>&hyper, &first_index;
 };
 
 struct AdamwCall {
@@ -155,17 +154,16 @@ struct Hypers {
   const std::vector<int64_t>& slots;
 };
 
-AdamwCall adamw_call(const Columns& columns, const AdamwModes& modes, const Parts& parts,
+AdamwCall adamw_call(const Columns& columns, const AdamwModes& modes, const Places& places,
                      const Hypers& hypers) {
   AdamwCall call;
-  const size_t count = parts.cuts.empty() ? columns.n : parts.cuts.size() / 2;
+  const size_t count = columns.n;
   FASTPAR_CHECK(hypers.numbers.size() % 6 == 0 && hypers.tensors.size() == hypers.slots.size() &&
-                    (parts.cuts.empty() || (parts.cuts.size() % 2 == 0 && columns.n == 1)) &&
-                    (parts.hyper.empty() || parts.hyper.size() == count) &&
-                    (parts.first_index.empty() || parts.first_index.size() == count),
-                "adamw_step: expected 6 numbers per hyper, a slot per tensor and an entry per part"
-                ", got ",
-                hypers.numbers.size(), " numbers and ", count, " parts; use kernels/adamw.py");
+                    (places.hyper.empty() || places.hyper.size() == count) &&
+                    (places.first_index.empty() || places.first_index.size() == count),
+                "adamw_step: expected 6 numbers per hyper, a slot per hyper tensor and an entry per"
+                " tensor, got ",
+                hypers.numbers.size(), " numbers and ", count, " tensors; use kernels/adamw.py");
   for (size_t h = 0; h < hypers.numbers.size(); h += 6) {
     const double* x = &hypers.numbers[h];
     const float* p[6] = {};
@@ -192,21 +190,17 @@ AdamwCall adamw_call(const Columns& columns, const AdamwModes& modes, const Part
   extents.reserve(count * 6);
   int64_t next = 0;  // among the random bits
   for (size_t i = 0; i < count; ++i) {
-    const int64_t tensor = parts.cuts.empty() ? static_cast<int64_t>(i) : 0;
-    const int64_t size = columns.of[kParam][tensor].numel;
-    const int64_t start = parts.cuts.empty() ? 0 : parts.cuts[2 * i];
-    const int64_t stop = parts.cuts.empty() ? size : parts.cuts[2 * i + 1];
-    const int64_t first = parts.first_index.empty() ? next : parts.first_index[i];
-    int64_t hyper = parts.hyper.empty() ? 0 : parts.hyper[i];
+    const int64_t size = columns.of[kParam][i].numel;
+    const int64_t first = places.first_index.empty() ? next : places.first_index[i];
+    int64_t hyper = places.hyper.empty() ? 0 : places.hyper[i];
     next += (size + 255) / 256 * 256;
-    FASTPAR_CHECK(0 <= start && start <= stop && stop <= size && first >= 0 &&
-                      (start == stop || (start % whole == 0 && first % whole == 0)) && hyper >= 0 &&
+    FASTPAR_CHECK(first >= 0 && (size == 0 || first % whole == 0) && hyper >= 0 &&
                       hyper < static_cast<int64_t>(given.size()),
-                  "adamw_step: expected parts within their lists, got part ", i, "; use ",
+                  "adamw_step: expected places within their lists, got tensor ", i, "; use ",
                   "kernels/adamw.py");
-    if (start == stop) continue;
+    if (size == 0) continue;
     if (columns.counters) {
-      const std::pair<int64_t, double> key{hyper, columns.count(tensor, 0.0f) + 1.0};
+      const std::pair<int64_t, double> key{hyper, columns.count(i, 0.0f) + 1.0};
       const auto same = std::find(counted.rbegin(), counted.rend(), key);
       hyper = counted.rend() - same - 1;
       if (same == counted.rend()) {
@@ -219,15 +213,13 @@ AdamwCall adamw_call(const Columns& columns, const AdamwModes& modes, const Part
     Address found[kColumns] = {};
     for (int c = 0; c < kColumns; ++c) {
       if (!columns.of[c]) continue;
-      const Address offset = c < kScale ? start * bytes[c] : start / 256 * 4;
-      const Address length =
-          c < kScale ? (stop - start) * bytes[c] : (stop - start + 255) / 256 * 4;
-      found[c] = columns.of[c][tensor].address + offset;
-      extents.push_back({found[c], found[c] + length, c, tensor});
+      const Address length = c < kScale ? size * bytes[c] : (size + 255) / 256 * 4;
+      found[c] = columns.of[c][i].address;
+      extents.push_back({found[c], found[c] + length, c, static_cast<int64_t>(i)});
     }
     call.ranges.push_back({at<void>(found[0]), at<void>(found[1]), at<void>(found[2]),
                            at<void>(found[3]), at<void>(found[4]), at<void>(found[5]),
-                           at<float>(found[6]), at<float>(found[7]), stop - start, first,
+                           at<float>(found[6]), at<float>(found[7]), size, first,
                            static_cast<int>(hyper)});
   }
   refuse_overlap(extents, modes.zero_grad);
@@ -254,7 +246,7 @@ template <auto Run, class Where>
 std::optional<int64_t> step(const Rows& rows, int given, bool counted,
                             const std::vector<int64_t>& hyper_index,
                             const std::vector<int64_t>& first_indices,
-                            const std::vector<int64_t>& cuts, const std::vector<double>& hypers,
+                            const std::vector<double>& hypers,
                             const std::vector<Memory>& hyper_tensors,
                             const std::vector<int64_t>& hyper_slots, bool maximize, bool zero_grad,
                             const Memory& grad_scale, const Memory& found_inf,
@@ -268,7 +260,7 @@ std::optional<int64_t> step(const Rows& rows, int given, bool counted,
   modes->grad_scale = grad_scale.floats_or_null(1, "grad_scale");
   modes->found_inf = found_inf.floats_or_null(1, "found_inf");
   modes->seed = seed.value_or(0);
-  const int64_t launches = Run(adamw_call(columns, *modes, {hyper_index, first_indices, cuts},
+  const int64_t launches = Run(adamw_call(columns, *modes, {hyper_index, first_indices},
                                           {hypers, hyper_tensors, hyper_slots}),
                                *modes, where);
   if (counted && !(found_inf && *modes->found_inf != 0.0f)) {

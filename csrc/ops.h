@@ -203,30 +203,16 @@ struct AdamwModes {
 void adamw_step(const AdamwRange* ranges, int64_t range_count, const AdamwHyper* hypers,
                 int64_t hyper_count, const AdamwModes& modes, int threads);
 
-// One tensor of a bucket operation. to and from share memory entirely or not at all.
-struct BucketRange {
-  void* to;
-  const void* from;
-  int64_t size;
-  Dtype to_dtype, from_dtype;
-};
-
 // A factor: *at (memory of the tensors' device) where at is not null, else value.
 struct Factor {
   float value;
   const float* at;
 };
 
-// to[size] = from[size] * scale, with add to += from * scale, in float and rounded once. The work
-// is cut into chunks across all ranges.
-void bucket_copy(const BucketRange* ranges, int64_t count, bool add, const Factor& scale,
-                 int threads);
-
 // out[n] = ((shards[0][n] + shards[1][n]) + (shards[2][n] + shards[3][n]) + ...) * scale, in float
 // and in the order of sum_tree.h, rounded once. out may be one of the shards. world >= 1.
-// words[kNormWords], unless null, += the bins of out (norm_bins below).
 void sum_shards(const void* const* shards, int64_t world, void* out, int64_t n, Dtype shard_dtype,
-                Dtype out_dtype, const Factor& scale, int64_t* words, int threads);
+                Dtype out_dtype, float scale, int threads);
 
 // A flat range of a global norm. What is not `counted` (because another rank counts it) is only
 // searched for values that are not finite.

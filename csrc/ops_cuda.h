@@ -15,14 +15,9 @@ using Stream = void*;  // a cudaStream_t; null is the default stream
 int64_t adamw_step_cuda(const AdamwRange* ranges, int64_t range_count, const AdamwHyper* hypers,
                         int64_t hyper_count, const AdamwModes& modes, Stream stream);
 
-// One launch for about a thousand ranges.
-void bucket_copy_cuda(const BucketRange* ranges, int64_t count, bool add, const Factor& scale,
-                      Stream stream);
-
 // One launch; world <= 4087.
 void sum_shards_cuda(const void* const* shards, int64_t world, void* out, int64_t n,
-                     Dtype shard_dtype, Dtype out_dtype, const Factor& scale, int64_t* words,
-                     Stream stream);
+                     Dtype shard_dtype, Dtype out_dtype, float scale, Stream stream);
 
 // The rows that norm_partials_cuda may write for `count` ranges.
 int64_t norm_rows_cuda(int64_t count);

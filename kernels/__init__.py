@@ -57,11 +57,10 @@ else:
         # `python -m` warns about a module that its own package imports, as this package must.
         warnings.filterwarnings("ignore", message="'fastpar.kernels.backend' found in sys.modules")
 
-    from fastpar.kernels.activation import activation, bias_gelu, gelu_mlp
-    from fastpar.kernels.adamw import Hyper, adamw_step_, adamw_step_flat_
+    from fastpar.kernels.activation import activation, bias_gelu
+    from fastpar.kernels.adamw import Hyper, adamw_step_
     from fastpar.kernels.attention import attention, attention_qkvpacked
     from fastpar.kernels.backend import keep_freed_memory
-    from fastpar.kernels.bucket import accumulate_, pack_, sum_shards, unpack_
     from fastpar.kernels.embedding import embedding
     from fastpar.kernels.flops import register as _register_flops
     from fastpar.kernels.global_norm import global_norm
@@ -81,16 +80,17 @@ else:
     from fastpar.kernels.quantize import dequantize_blockwise, quantize_blockwise
     from fastpar.kernels.rope import rope, rope_turns
     from fastpar.kernels.route import route
+    from fastpar.kernels.sum_shards import sum_shards
 
     _register_flops()
 
     __all__ = [
-        "DelayedScales", "Fp8", "Hyper", "Rng", "accumulate_", "activation", "adamw_step_",
-        "adamw_step_flat_", "attention", "attention_qkvpacked", "bias_gelu", "combine",
+        "DelayedScales", "Fp8", "Hyper", "Rng", "activation", "adamw_step_",
+        "attention", "attention_qkvpacked", "bias_gelu", "combine",
         "cross_entropy", "cross_entropy_shard", "cross_entropy_shard_grad",
         "dequantize_blockwise", "draw_key",
-        "dropout", "embedding", "gelu_mlp", "global_norm", "grouped_linear", "keep_freed_memory",
+        "dropout", "embedding", "global_norm", "grouped_linear", "keep_freed_memory",
         "keep_mask", "layer_norm", "linear", "linear_cross_entropy", "make_key", "orthogonalize",
-        "pack_", "permute", "quantize_blockwise", "quantize_p", "residual_layer_norm",
-        "residual_rms_norm", "rms_norm", "rope", "rope_turns", "route", "sum_shards", "unpack_",
+        "permute", "quantize_blockwise", "quantize_p", "residual_layer_norm",
+        "residual_rms_norm", "rms_norm", "rope", "rope_turns", "route", "sum_shards",
     ]  # fmt: skip

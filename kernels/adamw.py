@@ -383,7 +383,7 @@ def _fits(columns: list[list[Tensor]], stochastic: bool) -> bool:
 
 def _step_compiled(
     on_cuda: bool, columns: list[list[Tensor]], counters: list[Tensor], grad_scale: Tensor | None,
-    found_inf: Tensor | None, hyper_index: list[int], first_indices: list[int], cuts: list[int],
+    found_inf: Tensor | None, hyper_index: list[int], first_indices: list[int],
     hypers: list[float], hyper_tensors: list[Tensor], hyper_slots: list[int], maximize: bool,
     zero_grad: bool, seed: int | None, threads: int,
 ) -> bool:  # fmt: skip
@@ -394,7 +394,7 @@ def _step_compiled(
     rows = rows_of([*written, *grads], len(written) + zero_grad * len(grads))
     call = (
         rows, _given(columns), bool(counters),
-        hyper_index, first_indices, cuts, hypers, hyper_tensors, hyper_slots, maximize, zero_grad,
+        hyper_index, first_indices, hypers, hyper_tensors, hyper_slots, maximize, zero_grad,
         grad_scale, found_inf, seed,
     )  # fmt: skip
     if not on_cuda:
@@ -406,7 +406,7 @@ def _step_compiled(
 
 def _step_torch(
     columns: list[list[Tensor]], grad_scale: Tensor | None, found_inf: Tensor | None,
-    hyper_index: list[int], cuts: list[int], hypers: list[float], hyper_tensors: list[Tensor],
+    hyper_index: list[int], hypers: list[float], hyper_tensors: list[Tensor],
     hyper_slots: list[int], maximize: bool, zero_grad: bool,
 ) -> None:  # fmt: skip
     """torch's fused AdamW on fp32 tensors, then a copy to 16-bit parameters. Hyper-parameters that
@@ -426,10 +426,7 @@ def _step_torch(
         hypers[slot] = t.item()
     by_hyper: dict[int, list[list[Tensor]]] = {}
     for i, hyper in enumerate(hyper_index):
-        row = [column[0 if cuts else i] for column in columns[:6] if column]
-        if cuts:
-            row = [t[cuts[2 * i] : cuts[2 * i + 1]] for t in row]
-        by_hyper.setdefault(hyper, []).append(row)
+        by_hyper.setdefault(hyper, []).append([column[i] for column in columns[:6] if column])
     how = grad_scale, found_inf, maximize, bool(columns[4]), half
     for hyper, these in by_hyper.items():
         taken = elements = 0
@@ -470,7 +467,7 @@ def _run(
     params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
     max_exp_avg_sqs: list[Tensor], master_weights: list[Tensor], exp_avg_scales: list[Tensor],
     exp_avg_sq_scales: list[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None,
-    hyper_index: list[int], first_indices: list[int], cuts: list[int], hypers: list[float],
+    hyper_index: list[int], first_indices: list[int], hypers: list[float],
     hyper_tensors: list[Tensor], hyper_slots: list[int], maximize: bool, zero_grad: bool, seed: int,
     threads: int,
 ) -> None:  # fmt: skip
@@ -479,9 +476,7 @@ def _run(
     numbers = hypers, hyper_tensors, hyper_slots
     on_cuda = _server(params[0], hyper_tensors)
     if on_cuda is None:
-        _step_torch(
-            columns, grad_scale, found_inf, hyper_index, cuts, *numbers, maximize, zero_grad
-        )
+        _step_torch(columns, grad_scale, found_inf, hyper_index, *numbers, maximize, zero_grad)
         # Below autograd torch does not: a call through the dispatcher is there.
         changed = [params, *states, *columns[6:], grads if zero_grad else []]
         torch.autograd.graph.increment_version([*itertools.chain(*changed)])
@@ -489,7 +484,7 @@ def _run(
     ordered = [in_order(g, p) for p, g in zip(params, grads)]
     done = _step_compiled(
         on_cuda, [params, ordered, *columns[2:]], [], grad_scale, found_inf, hyper_index,
-        first_indices, cuts, *numbers, maximize, zero_grad, seed, threads,
+        first_indices, *numbers, maximize, zero_grad, seed, threads,
     )  # fmt: skip
     assert done, "adamw_step_: the compiled kernel does not take lists that check_one takes"
     if zero_grad:
@@ -502,7 +497,7 @@ _adamw_step = define_op(
     "adamw_step_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, "
     "Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] master_weights, "
     "Tensor(g!)[] exp_avg_scales, Tensor(h!)[] exp_avg_sq_scales, Tensor? grad_scale, "
-    "Tensor? found_inf, int[] hyper_index, int[] first_indices, int[] cuts, float[] hypers, "
+    "Tensor? found_inf, int[] hyper_index, int[] first_indices, float[] hypers, "
     "Tensor[] hyper_tensors, int[] hyper_slots, bool maximize, bool zero_grad, int seed, "
     "int threads) -> ()",
     _run,
@@ -609,7 +604,7 @@ def adamw_step_(
         numbers = flatten_hypers(hypers, params[0].device)
         server = _server(params[0], numbers[1])
         if server is not None and _step_compiled(
-            server, columns, [], grad_scale, found_inf, indices, firsts, [], *numbers, maximize,
+            server, columns, [], grad_scale, found_inf, indices, firsts, *numbers, maximize,
             zero_grad, seed if stochastic else None, threads,
         ):  # fmt: skip
             return
@@ -633,7 +628,7 @@ def adamw_step_(
         places = [indices[i] for i in chosen], [firsts[i] for i in chosen]
         check_scalars(*scalars, device)
         numbers = flatten_hypers(hypers, device)
-        _call(part, *scalars, *places, [], *numbers, maximize, zero_grad, seed, threads)
+        _call(part, *scalars, *places, *numbers, maximize, zero_grad, seed, threads)
 
 
 def step_counted(
@@ -649,66 +644,6 @@ def step_counted(
     numbers = flatten_hypers(hypers, columns[0][0].device)
     server = _server(columns[0][0], [])
     return server is not None and _step_compiled(
-        server, columns, counters, grad_scale, found_inf, hyper_index, first_indices, [], *numbers,
+        server, columns, counters, grad_scale, found_inf, hyper_index, first_indices, *numbers,
         maximize, zero_grad, seed, 0,
     )  # fmt: skip
-
-
-@torch.no_grad()
-def adamw_step_flat_(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
-    ranges: Sequence[tuple[int, int, int, int]], hypers: Hyper | Sequence[Hyper], *,
-    master_weight: Tensor | None = None, max_exp_avg_sq: Tensor | None = None,
-    exp_avg_scale: Tensor | None = None, exp_avg_sq_scale: Tensor | None = None,
-    grad_scale: Tensor | None = None, found_inf: Tensor | None = None, maximize: bool = False,
-    zero_grad: bool = False, stochastic_rounding_seed: int | None = None,
-    threads: int | None = None,
-) -> None:  # fmt: skip
-    """One AdamW step on ranges of flat buffers, in place: adamw_step_ for shards.
-
-    Args:
-        param, grad, exp_avg, exp_avg_sq, master_weight, max_exp_avg_sq: [P], contiguous, of the
-            dtypes that adamw_step_ takes; elements outside the ranges do not change.
-        ranges: (start, stop, hyper_index, first_index): elements [start, stop) take
-            hypers[hyper_index], and element `start` has the random bits of first_index. With uint8
-            moments start and first_index are multiples of 256.
-        exp_avg_scale, exp_avg_sq_scale: [ceil(P / 256)] fp32, of uint8 moments.
-        others: as in adamw_step_.
-    Raises:
-        ValueError: as adamw_step_; ranges outside the buffer or sharing elements.
-    Traffic, Deterministic, Oracle, Source: as adamw_step_.
-    """
-    stochastic = stochastic_rounding_seed is not None
-    scales = (exp_avg_scale, exp_avg_sq_scale)
-    states = (exp_avg, exp_avg_sq, max_exp_avg_sq, master_weight)
-    check_one(0, param, grad, *states, scales, stochastic)
-    if param.dim() != 1 or not (param.is_contiguous() and grad.is_contiguous()):
-        raise ValueError(
-            "adamw_step_flat_: expected contiguous buffers of one dimension, got "
-            f"param={list(param.shape)} with strides {param.stride()} and {grad.stride()}; "
-            "use adamw_step_ for tensors"
-        )
-    count = 1 if isinstance(hypers, Hyper) else len(hypers)
-    whole = MOMENT_BLOCK if exp_avg.dtype == torch.uint8 else 1
-    cuts: list[int] = []
-    for i, (start, stop, hyper, first_index) in enumerate(ranges):
-        if (
-            not (0 <= start <= stop <= param.numel() and 0 <= hyper < count and first_index >= 0)
-            or start % whole
-            or first_index % whole
-        ):
-            raise ValueError(
-                f"adamw_step_flat_: expected 0 <= start <= stop <= {param.numel()}, "
-                f"0 <= hyper_index < {count}, first_index >= 0, start and first_index multiples "
-                f"of {whole}, got ranges[{i}]={(start, stop, hyper, first_index)}; "
-                "cut ranges within the buffer, for uint8 moments at multiples of 256"
-            )
-        cuts += (start, stop)
-    if not cuts:
-        return
-    columns = [[] if t is None else [t] for t in (param, grad, *states, *scales)]
-    check_scalars(grad_scale, found_inf, param.device)
-    places = [r[2] for r in ranges], [r[3] for r in ranges], cuts
-    flags = zero_grad, checked_seed(stochastic_rounding_seed), checked_threads(threads)
-    numbers = flatten_hypers(hypers, param.device)
-    _call(columns, grad_scale, found_inf, *places, *numbers, maximize, *flags)

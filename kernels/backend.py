@@ -82,10 +82,7 @@ OPS = {
         "torch: GEMMs by chunks of rows, triton: loss/triton.py between",
     ),
     "adamw_step_": ("cpp: adamw_cpu.cpp", "cuda: adamw_cuda.cu"),
-    **dict.fromkeys(
-        ("pack_", "unpack_", "accumulate_", "sum_shards"),
-        ("cpp: bucket_cpu.cpp", "cuda: bucket_cuda.cu"),
-    ),
+    "sum_shards": ("cpp: sum_shards_cpu.cpp", "cuda: sum_shards_cuda.cu"),
     "global_norm": ("cpp: global_norm_cpu.cpp", "cuda: global_norm_cuda.cu"),
     "quantize_blockwise": ("cpp: quantize_cpu.cpp", "cuda: quantize_cuda.cu"),
     "dequantize_blockwise": ("cpp: quantize_cpu.cpp", "cuda: quantize_cuda.cu"),
@@ -296,12 +293,6 @@ def use_triton(op: str, x: Tensor) -> bool:
         for look in at_each_call:
             look()
     return able and _allowed(op, x)
-
-
-def runs_triton(x: Tensor) -> bool:
-    """Whether a call runs Triton, in code that a kernel's launch already implies: use_triton()
-    without its checks."""
-    return x.is_cuda or choice == "triton"
 
 
 def keep_freed_memory() -> bool:

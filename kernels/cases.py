@@ -29,8 +29,7 @@ from fastpar.kernels import Rng, adamw, backend, make_key, reference
 from fastpar.kernels.backend import wide
 from fastpar.kernels.choice import PARTS
 from fastpar.kernels.global_norm import norm_bins, norm_from_bins
-from fastpar.kernels.linear import weight_gradient, wide_product
-from fastpar.kernels.orthogonalize import POLAR_EXPRESS
+from fastpar.kernels.orthogonalize import POLAR_EXPRESS, orthogonalize_each
 
 
 class Errors(NamedTuple):
@@ -494,29 +493,6 @@ def activations(rows: int, size: int, device: str) -> Iterator[OpCase]:
         yield activation(rows, width, kind)
         yield activation(rows, width, kind, bias=False)
         yield activation(63, 127, kind, 30.0)
-
-
-def mlp(N: int, C: int, *, last_bias: bool = True) -> OpCase:
-    """gelu(x @ weight1.T + bias1) @ weight2.T + bias2."""
-
-    def make(draw: Draw) -> Inputs:
-        weights = {"weight1": draw(4 * C, C) * C**-0.5, "bias1": draw(4 * C)}
-        weights["weight2"] = draw(C, 4 * C) * (4 * C) ** -0.5
-        return {"x": draw(N, C), **weights} | ({"bias2": draw(C)} if last_bias else {})
-
-    def eager(x, weight1, bias1, weight2, bias2=None):
-        x = F.gelu(F.linear(x, weight1, bias1), approximate="tanh")
-        return F.linear(x, weight2, bias2)
-
-    product = 16.0 * N * C * C
-    name = f"N={N} C={C}" + ("" if last_bias else " no last bias")
-    return _case(kernels.gelu_mlp, name, make, eager, flops=(product, 2 * product))
-
-
-@makes("gelu_mlp", proven=False)
-def mlps(rows: int, size: int, device: str) -> Iterator[OpCase]:
-    """Both layers of an MLP."""
-    yield mlp(rows, size)
 
 
 # Losses
@@ -1063,28 +1039,13 @@ def adamw_steps(rows: int, size: int, device: str) -> Iterator[OpCase]:
                     yield adamw_case(few, (dtype,), master, grad, moment)
 
 
-@makes("pack_", "unpack_", "accumulate_", "sum_shards", "global_norm")
+@makes("sum_shards", "global_norm")
 def flat_ops(rows: int, size: int, device: str) -> Iterator[OpCase]:
-    """Ops of buckets and of the norm: a list of two tensors, or flat memory."""
+    """Sums of shards, and the norm of a list of two tensors."""
     numel = rows * (size or 768)
 
     def two(draw: Draw) -> Inputs:
         return {"a": draw(numel // 3), "b": draw(numel - numel // 3)}
-
-    def packed(op: Any, a: Tensor, b: Tensor) -> Tensor:
-        flat = a.new_empty(a.numel() + b.numel())
-        op(flat, [a, b], scale=0.5)
-        return flat
-
-    def unpacked(op: Any, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        results = torch.empty_like(a), torch.empty_like(b)
-        op(list(results), torch.cat([a, b]), scale=0.5)
-        return results
-
-    def accumulated(op: Any, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        totals = a.clone(), b.clone()
-        op(list(totals), [a, b], scale=0.5)
-        return totals
 
     def summed(op: Any, a: Tensor, b: Tensor) -> Tensor:
         out = torch.empty_like(a)
@@ -1101,14 +1062,11 @@ def flat_ops(rows: int, size: int, device: str) -> Iterator[OpCase]:
             return norm_from_bins(norm_bins([a, b]), max_norm=1.0).norm
         return normed(op, a, b)
 
-    ways = {"pack_": packed, "unpack_": unpacked, "accumulate_": accumulated}
-    ways |= {"sum_shards": summed, "global_norm": normed}
-    for op, how in [*ways.items(), ("global_norm", by_bins)]:
-        outputs = ("a", "b") if op in ("unpack_", "accumulate_") else ("y",)
+    for op, how in (("sum_shards", summed), ("global_norm", normed), ("global_norm", by_bins)):
         own = functools.partial(how, getattr(kernels, op))
-        ref = functools.partial(how, getattr(reference, f"{op.removesuffix('_')}_ref"))
+        ref = functools.partial(how, getattr(reference, f"{op}_ref"))
         shape = f"P={numel}" + " by bins" * (how is by_bins)
-        yield OpCase(op, shape, two, own, ref, ref, outputs, differentiable=False)
+        yield OpCase(op, shape, two, own, ref, ref, ("y",), differentiable=False)
 
 
 def codes_case(numel: int, block: int) -> OpCase:
@@ -1187,31 +1145,6 @@ def linears(rows: int, size: int, device: str) -> Iterator[OpCase]:
         yield linear_case(rows, C, out)
 
 
-@makes("weight_gradient")
-def weight_gradients(rows: int, size: int, device: str) -> Iterator[OpCase]:
-    """The weight gradient of a linear layer, kept in fp32, compared with one rounded to 16 bits
-    first; then that of two micro-batches, the second added to the first."""
-
-    def added(dy: Tensor, x: Tensor) -> Tensor:
-        first, (dy2, x2) = zip(dy.chunk(2), x.chunk(2))
-        return wide_product(dy2.t(), x2, weight_gradient(*first), add=True)
-
-    def rounded(dy: Tensor, x: Tensor, parts: int) -> Tensor:
-        products = [(a.t() @ b).float() for a, b in zip(dy.chunk(parts), x.chunk(parts))]
-        return functools.reduce(torch.add, products)
-
-    def inputs(draw: Draw, out: int) -> Inputs:
-        return {"dy": draw(rows, out), "x": draw(rows, size)}
-
-    how: dict[str, Any] = {"inner": FP32, "differentiable": False}
-    for parts, own, name in ((1, weight_gradient, ""), (2, added, " added")):
-        eager = functools.partial(rounded, parts=parts)
-        for out in (3 * size, 8):
-            calls, shape = (own, lambda dy, x: dy.t() @ x, eager), f"N={rows} {size}->{out}{name}"
-            make = functools.partial(inputs, out=out)
-            yield OpCase("weight_gradient", shape, make, *calls, ("dweight",), HALF, **how)
-
-
 def linear_fp8_case(N: int, C: int, out: int, scaling: str, how: str = "") -> OpCase:
     """scaling: "row", "block", "tensor", "tensor fp8"; how: "spread rows". The oracle is the
     emulation in fp64."""
@@ -1258,15 +1191,17 @@ def newton_schulz(x: Tensor, coefficients: Any = POLAR_EXPRESS) -> Tensor:
     return y.T if x.shape[0] > x.shape[1] else y
 
 
-def orthogonal_case(m: int, n: int, coefficients: Any = POLAR_EXPRESS) -> OpCase:
-    """The orthogonal factor of a random matrix, compared with plain products; no gradient."""
+def orthogonal_case(m: int, n: int, coefficients: Any = POLAR_EXPRESS, *, many: int = 1) -> OpCase:
+    """The orthogonal factor of a random matrix, compared with plain products; no gradient. many: of
+    as many copies, which a GPU takes through the steps together."""
     how: dict[str, Any] = {"coefficients": tuple(coefficients)}
     steps = functools.partial(newton_schulz, **how)
     ref = functools.partial(reference.orthogonalize_ref, **how)
-    calls = (lambda x: kernels.orthogonalize(x, **how, dtype=x.dtype)), ref, steps
+    calls = (lambda x: orthogonalize_each([x] * many, **how, dtype=x.dtype)[-1]), ref, steps
     about: dict[str, Any] = {"in_fp64": True, "differentiable": False, "formula": steps}
     about |= {"dtypes": (FP32, torch.bfloat16), "elements": (15.0 * (m * n + m * m), 0.0)}
-    return OpCase("orthogonalize", f"{m}x{n}", lambda draw: {"x": draw(m, n)}, *calls, **about)
+    shape = f"{m}x{n}" + f" of {many}" * (many > 1)
+    return OpCase("orthogonalize", shape, lambda draw: {"x": draw(m, n)}, *calls, **about)
 
 
 @makes("orthogonalize", proven=False)

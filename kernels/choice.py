@@ -28,7 +28,7 @@ OWN, STOCK = "own", "torch"
 PROVER = "fastpar.doctor.doctor"  # its prove_first_use(case, tensor) and known_proof(case)
 # Ops over lists of tensors or flat memory, for which the last dimension is irrelevant.
 _FLAT = frozenset({
-    "adamw_step_", "pack_", "unpack_", "accumulate_", "sum_shards", "global_norm",
+    "adamw_step_", "sum_shards", "global_norm",
     "quantize_blockwise", "dequantize_blockwise", "dropout",
 })  # fmt: skip
 PARTS = {  # ops that are proven with another op
@@ -108,7 +108,7 @@ def ignores_times() -> bool:
 def ignore_times_for(owner: object) -> None:
     """While owner lives, no timing decides in this process: a deterministic engine's."""
     _be_strict()
-    weakref.finalize(owner, _end_strict).atexit = False
+    weakref.finalize(owner, _end_strict, _strict).atexit = False
 
 
 def _be_strict() -> None:
@@ -117,8 +117,8 @@ def _be_strict() -> None:
         torch.ops.fastpar._ignore_times(1)
 
 
-def _end_strict() -> None:
-    _strict.pop()
+def _end_strict(reasons: list[None]) -> None:
+    reasons.pop()
     if _C is not None:
         torch.ops.fastpar._ignore_times(-1)
 
@@ -130,7 +130,7 @@ def ignoring_times() -> Iterator[None]:
     try:
         yield
     finally:
-        _end_strict()
+        _end_strict(_strict)
 
 
 def case_of(op: str, x: Tensor) -> Case:

@@ -5,8 +5,7 @@
 
 Saved for backward: idx and the mask's key; the mask is drawn again. Sums of 16-bit gradients are
 kept in fp32, because a frequent token has hundreds of terms. dwte is dense, because in a model with
-a tied head the same parameter also gets the dense gradient of the loss. Given the buffer wte_grad,
-backward adds only the rows of tokens that occur.
+a tied head the same parameter also gets the dense gradient of the loss.
 
 On a GPU each pass is one or two kernels (embedding_triton.py); elsewhere it is torch ops, and the
 compiled dropout in place.
@@ -18,15 +17,7 @@ from torch import Tensor
 
 from fastpar.kernels import philox
 from fastpar.kernels.backend import FLOATS, triton_module, use_cpp, use_triton
-from fastpar.kernels.linear.weight_gradients import offers_place, wide_room
-from fastpar.kernels.op import (
-    check_dense,
-    define_autograd,
-    define_kernels,
-    define_op,
-    refuse_batch,
-    refuse_buffer,
-)
+from fastpar.kernels.op import check_dense, define_autograd, define_kernels, define_op
 from fastpar.kernels.philox import Rng
 
 
@@ -43,9 +34,9 @@ def _check_ids(idx: Tensor, rows: int) -> None:
 
 def embedding_fwd(
     idx: Tensor, wte: Tensor, wpe: Tensor | None, first_position: int, key: Tensor | None,
-    site: int, threshold: int, wte_grad: Tensor | None = None,
+    site: int, threshold: int,
 ) -> Tensor:  # fmt: skip
-    """x, masked if there is a key. wte_grad is for backward only."""
+    """x, masked if there is a key."""
     _check_ids(idx, wte.shape[0])
     if use_triton("embedding", wte):
         return triton_module("embedding_triton").embedding_fwd(
@@ -57,29 +48,14 @@ def embedding_fwd(
     return _masked(x, key, site, threshold, out=x)
 
 
-def _sums_of_tokens(dx: Tensor, idx: Tensor) -> tuple[Tensor, Tensor]:
-    """The ids that occur and the sums of their rows, at least fp32."""
-    tokens, place = idx.flatten().unique(return_inverse=True)
-    wide = torch.promote_types(dx.dtype, torch.float32)
-    sums = dx.new_zeros(tokens.numel(), dx.shape[-1], dtype=wide)
-    return tokens.long(), sums.index_add_(0, place, dx.flatten(0, 1).to(wide))
-
-
 def _sum_by_token(dx: Tensor, idx: Tensor, rows: int) -> Tensor:
     """dwte: [rows, C]."""
     if dx.dtype.itemsize > 2 or dx.device.type != "cpu":  # torch's CUDA kernel sums in fp32
         return torch.ops.aten.embedding_dense_backward(dx, idx, rows, -1, False)
-    tokens, sums = _sums_of_tokens(dx, idx)
-    return dx.new_zeros(rows, dx.shape[-1]).index_copy_(0, tokens, sums.to(dx.dtype))
-
-
-def _add_by_token(dx: Tensor, idx: Tensor, wte_grad: Tensor) -> None:
-    if dx.device.type != "cpu":  # index_add_ is not deterministic there
-        wte_grad.add_(_sum_by_token(dx, idx, wte_grad.shape[0]))
-        return
-    tokens, sums = _sums_of_tokens(dx, idx)
-    sums += wte_grad[tokens]
-    wte_grad.index_copy_(0, tokens, sums.to(wte_grad.dtype))
+    tokens, place = idx.flatten().unique(return_inverse=True)
+    sums = dx.new_zeros(tokens.numel(), dx.shape[-1], dtype=torch.float32)
+    sums.index_add_(0, place, dx.flatten(0, 1).float())
+    return dx.new_zeros(rows, dx.shape[-1]).index_copy_(0, tokens.long(), sums.to(dx.dtype))
 
 
 def _sum_by_position(dx: Tensor, T: int, positions: int, first_position: int) -> Tensor:
@@ -108,31 +84,16 @@ def embedding_bwd(
         kernels = triton_module("embedding_triton")
         dwte = dx.new_zeros(rows, dx.shape[-1])
         if rows:
-            kernels.embedding_bwd_wte(dx, idx, *mask, dwte, add=False)
+            kernels.embedding_bwd_wte(dx, idx, *mask, dwte)
         return dwte, kernels.embedding_bwd_wpe(dx, idx, *mask, *places)
     dx = _masked(dx, *mask)
     dwte = _sum_by_token(dx, idx, rows) if rows else dx.new_empty(0, dx.shape[-1])
     return dwte, _sum_by_position(dx, idx.shape[1], *places)
 
 
-def embedding_bwd_(
-    wte_grad: Tensor, dx: Tensor, idx: Tensor, key: Tensor | None, site: int, threshold: int,
-    positions: int, first_position: int,
-) -> Tensor:  # fmt: skip
-    """Adds dwte to wte_grad and returns dwpe like embedding_bwd."""
-    dx, mask, places = dx.contiguous(), (key, site, threshold), (positions, first_position)
-    if use_triton("embedding", dx):
-        kernels = triton_module("embedding_triton")
-        kernels.embedding_bwd_wte(dx, idx, *mask, wte_grad, add=True)
-        return kernels.embedding_bwd_wpe(dx, idx, *mask, *places)
-    dx = _masked(dx, *mask)
-    _add_by_token(dx, idx, wte_grad)
-    return _sum_by_position(dx, idx.shape[1], *places)
-
-
 _composed = define_op(
     "embedding_composed(Tensor idx, Tensor wte, Tensor? wpe, SymInt first_position, Tensor? key, "
-    "SymInt site, int threshold, Tensor? wte_grad) -> Tensor",
+    "SymInt site, int threshold) -> Tensor",
     embedding_fwd,
     lambda idx, wte, *_: wte.new_empty(*idx.shape, wte.shape[1]),
 )
@@ -142,38 +103,20 @@ _composed_bwd = define_op(
     embedding_bwd,
     lambda dx, *args: tuple(dx.new_empty(n, dx.shape[-1]) for n in args[-3:-1]),
 )
-_embedding_bwd_ = define_op(
-    "embedding_bwd_(Tensor(a!) wte_grad, Tensor dx, Tensor idx, Tensor? key, SymInt site, "
-    "int threshold, SymInt positions, SymInt first_position) -> Tensor",
-    embedding_bwd_,
-    lambda wte_grad, dx, *args: dx.new_empty(args[-2], dx.shape[-1]),
-)
 
 
 def _setup_context(ctx, inputs, output):
-    idx, wte, wpe, ctx.first_position, key, ctx.site, ctx.threshold, wte_grad = inputs
+    idx, wte, wpe, ctx.first_position, key, ctx.site, ctx.threshold = inputs
     ctx.save_for_backward(idx, key)
-    # Not saved: others add to the same buffer between forward and backward (the tied head does).
-    ctx.wte_grad = wte_grad if wte.requires_grad else None
-    ctx.rows = wte.shape[0] if wte.requires_grad and wte_grad is None else 0
-    ctx.wte = wte if ctx.rows and hasattr(wte, "fastpar_wide_place") else None
+    ctx.rows = wte.shape[0] if wte.requires_grad else 0
     ctx.positions = wpe.shape[0] if wpe is not None and wpe.requires_grad else 0
 
 
 def _backward(ctx, dx):
     idx, key = ctx.saved_tensors
-    mask, places = (key, ctx.site, ctx.threshold), (ctx.positions, ctx.first_position)
-    dwte, buffer = None, ctx.wte_grad
-    if buffer is not None:
-        refuse_batch("embedding", "wte_grad", dx)
-    elif (found := wide_room(ctx.wte, dx)) is not None:
-        buffer = found[0] if found[1] else found[0].zero_()
-    if buffer is not None:
-        dwpe = _embedding_bwd_(buffer, dx, idx, *mask, *places)
-    else:
-        dwte, dwpe = _composed_bwd(dx, idx, *mask, ctx.rows, *places)
-        dwte = dwte if ctx.rows else None
-    return None, dwte, dwpe if ctx.positions else None, *[None] * 5
+    mask, sizes = (key, ctx.site, ctx.threshold), (ctx.rows, ctx.positions)
+    dwte, dwpe = _composed_bwd(dx, idx, *mask, *sizes, ctx.first_position)
+    return None, dwte if ctx.rows else None, dwpe if ctx.positions else None, *[None] * 4
 
 
 define_autograd(_composed, _setup_context, _backward, once="embedding")
@@ -184,7 +127,7 @@ define_autograd(_composed, _setup_context, _backward, once="embedding")
 
 def _run(idx, wte, wpe, first_position, key=None, site=0, threshold=0):
     """On a GPU; kernels/op.py define_kernels says for which calls."""
-    _check(idx, wte, wpe, first_position, None)
+    _check(idx, wte, wpe, first_position)
     return embedding_fwd(idx, wte, wpe, first_position, key, site, threshold)
 
 
@@ -193,7 +136,7 @@ def _run_bwd(dx, idx, rows, positions, first_position, key=None, site=0, thresho
 
 
 def _fake(idx, wte, wpe, first_position, *_):
-    _check(idx, wte, wpe, first_position, None)
+    _check(idx, wte, wpe, first_position)
     return wte.new_empty(*idx.shape, wte.shape[1])
 
 
@@ -205,9 +148,7 @@ _embedding = define_kernels("embedding", _run, _fake)
 define_kernels("embedding_bwd", _run_bwd, _bwd_fake)
 
 
-def _check(
-    idx: Tensor, wte: Tensor, wpe: Tensor | None, first_position: int, wte_grad: Tensor | None
-) -> None:
+def _check(idx: Tensor, wte: Tensor, wpe: Tensor | None, first_position: int) -> None:
     if idx.dim() != 2 or idx.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"embedding: expected idx [B, T] of int64 or int32, got idx={list(idx.shape)} "
@@ -225,9 +166,6 @@ def _check(
             f"embedding: expected idx on wte's device {wte.device}, got idx on {idx.device}; "
             "move one of them"
         )
-    if wte_grad is not None:
-        refuse_buffer("embedding", "wte_grad")
-        _check_wte_grad(wte_grad, wte)
     if wpe is None:
         return
     check_dense("embedding", "wpe", wpe)
@@ -248,27 +186,9 @@ def _check(
         )
 
 
-def _check_wte_grad(wte_grad: Tensor, wte: Tensor) -> None:
-    if wte_grad.shape != wte.shape or wte_grad.device != wte.device:
-        raise ValueError(
-            f"embedding: expected wte_grad like wte ({list(wte.shape)}, {wte.device}), got "
-            f"wte_grad={list(wte_grad.shape)} on {wte_grad.device}; pass the buffer of its gradient"
-        )
-    if wte_grad.dtype not in (wte.dtype, torch.float32):
-        raise ValueError(
-            f"embedding: expected wte_grad of wte's dtype {wte.dtype} or float32, got "
-            f"wte_grad={wte_grad.dtype}; pass the buffer of its gradient"
-        )
-    if wte_grad.stride(1) != 1 and wte_grad.shape[1] != 1:
-        raise ValueError(
-            "embedding: expected wte_grad with contiguous rows, got "
-            f"wte_grad.stride()={wte_grad.stride()}; allocate it as [V, C]"
-        )
-
-
 def embedding(
     idx: Tensor, wte: Tensor, wpe: Tensor | None = None, *, first_position: int = 0,
-    dropout_p: float = 0.0, rng: Rng | None = None, wte_grad: Tensor | None = None,
+    dropout_p: float = 0.0, rng: Rng | None = None,
 ) -> Tensor:  # fmt: skip
     """Token plus position embedding: x = dropout(wte[idx] + wpe[f : f + T]), f = first_position.
 
@@ -279,9 +199,6 @@ def embedding(
         first_position: position of the first token.
         dropout_p: rounded to a multiple of 1/256.
         rng: key and site of the mask; None draws a key from torch's default generator.
-        wte_grad: [V, C], fp32 or dtype of wte, rows contiguous: backward adds the gradient of wte
-            to it, in place, and does not set wte.grad. For a tied head, which adds to the same
-            buffer.
     Returns:
         x: [B, T, C], dtype of wte. idx and the key are kept for backward.
     Raises:
@@ -292,16 +209,15 @@ def embedding(
     Ids outside [0, V) on a GPU: the row is NaN (0 where dropped) and has no gradient; nothing
     outside the tables is read or written. (FASTPAR_BACKEND=torch, fp64: a device-side assert.)
     Traffic: 2 * x.numel() * x.element_size() bytes forward; backward reads dx once per table
-        and writes dwte once, or with wte_grad only the rows that occur.
+        and writes dwte once.
     Deterministic: yes, bitwise.
     Oracle: fastpar.kernels.reference.embedding_ref
     Source: Radford et al. 2019, Language Models are Unsupervised Multitask Learners
     """
-    usual = wte_grad is None and not offers_place(wte)
-    usual = usual and (use_cpp("embedding", wte) or use_triton("embedding", wte))
+    usual = use_cpp("embedding", wte) or use_triton("embedding", wte)
     if usual and not dropout_p:
         return _embedding(idx, wte, wpe, first_position)
-    _check(idx, wte, wpe, first_position, wte_grad)
+    _check(idx, wte, wpe, first_position)
     key, site, threshold = None, 0, philox.quantize_p(dropout_p)
     if threshold:
         rng = Rng(philox.draw_key(wte.device), 0) if rng is None else rng
@@ -310,4 +226,4 @@ def embedding(
         key, site = rng.key, rng.site
     if usual:
         return _embedding(idx, wte, wpe, first_position, key, site, threshold)
-    return _composed(idx, wte, wpe, first_position, key, site, threshold, wte_grad)
+    return _composed(idx, wte, wpe, first_position, key, site, threshold)

@@ -12,8 +12,7 @@ _embedding_bwd_tokens_kernel sums each piece in order, in fp32. A piece that is 
 of the gradient. The others can only be the first or the last of their stretch of PIECE, so their
 sums go to partial[2 * stretch] and partial[2 * stretch + 1], and _embedding_bwd_runs_kernel adds
 those of each run in order. The data only decides what programs skip: a fixed number of programs
-stride over the list, so the host never waits. Each row of the gradient is written by one program,
-so adding to a given gradient is a load, an add and a store.
+stride over the list, so the host never waits. Each row of the gradient is written by one program.
 
 The gradient of wpe is the sum over the batch, one row per program. Both read dx once, under the
 mask, drawn again. One warp per program: the sum over rows stays inside a thread, without barriers.
@@ -85,21 +84,16 @@ def _masked_rows(
 
 
 @triton.jit
-def _write_row(
-    dwte_ptr, token, total, block, C, stride_dwte, BLOCK_C: tl.constexpr, ADD: tl.constexpr
-):
+def _write_row(dwte_ptr, token, total, block, C, BLOCK_C: tl.constexpr):
     cols = block * BLOCK_C + tl.arange(0, BLOCK_C)
-    at = dwte_ptr + token.to(tl.int64) * stride_dwte + cols
-    if ADD:
-        total += tl.load(at, mask=cols < C, other=0.0).to(tl.float32)
+    at = dwte_ptr + token.to(tl.int64) * C + cols
     tl.store(at, total.to(dwte_ptr.dtype.element_ty), mask=cols < C)
 
 
 @triton.jit(do_not_specialize=["N", "T", "V", "site", "threshold", "scale"])
 def _embedding_bwd_tokens_kernel(
-    dx_ptr, token_ptr, order_ptr, key_ptr, dwte_ptr, partial_ptr, N, T, V, C, stride_dwte, site,
-    threshold, scale, PIECE: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
-    ADD: tl.constexpr, DROPOUT: tl.constexpr,
+    dx_ptr, token_ptr, order_ptr, key_ptr, dwte_ptr, partial_ptr, N, T, V, C, site, threshold,
+    scale, PIECE: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(C, BLOCK_C)
     block = tl.program_id(0) % blocks
@@ -126,7 +120,7 @@ def _embedding_bwd_tokens_kernel(
             piece = tl.sum(total, 0)
             ends = tl.load(token_ptr + last, mask=last < N, other=-2) != token
             if begins & ends:
-                _write_row(dwte_ptr, token, piece, block, C, stride_dwte, BLOCK_C, ADD)
+                _write_row(dwte_ptr, token, piece, block, C, BLOCK_C)
             else:
                 slot = 2 * stretch + (i % PIECE != 0).to(tl.int32)
                 cols = block * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -135,8 +129,8 @@ def _embedding_bwd_tokens_kernel(
 
 @triton.jit(do_not_specialize=["N", "V"])
 def _embedding_bwd_runs_kernel(
-    token_ptr, partial_ptr, dwte_ptr, N, V, C, stride_dwte, PIECE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr, ADD: tl.constexpr,
+    token_ptr, partial_ptr, dwte_ptr, N, V, C, PIECE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """The run that begins in this program's stretch and extends beyond it, if there is one."""
     blocks = tl.cdiv(C, BLOCK_C)
@@ -164,7 +158,7 @@ def _embedding_bwd_runs_kernel(
                 found = tl.sum(same.to(tl.int32), 0)
                 next_one += ROWS
             total_row = head + tl.sum(total, 0)
-            _write_row(dwte_ptr, token, total_row, block, C, stride_dwte, BLOCK_C, ADD)
+            _write_row(dwte_ptr, token, total_row, block, C, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=["B", "T", "first_position", "site", "threshold", "scale"])
@@ -214,10 +208,9 @@ def embedding_fwd(
 
 
 def embedding_bwd_wte(
-    dx: Tensor, idx: Tensor, key: Tensor | None, site: int, threshold: int, dwte: Tensor, add: bool,
-) -> None:  # fmt: skip
-    """Writes the gradient's rows of the ids that occur to dwte, or adds to them; [Note: gradient of
-    wte]."""
+    dx: Tensor, idx: Tensor, key: Tensor | None, site: int, threshold: int, dwte: Tensor
+) -> None:
+    """Writes the rows of dwte [V, C] whose ids occur; [Note: gradient of wte]."""
     N, C, V = idx.numel(), dx.shape[-1], dwte.shape[0]
     # Clamped first: in 32 bits some ids outside would wrap to valid ones.
     tokens, order = torch.sort(idx.reshape(-1).clamp(-1, V).int(), stable=True)
@@ -228,14 +221,13 @@ def embedding_bwd_wte(
     launch(
         _embedding_bwd_tokens_kernel, (programs * blocks if N else 0,),
         dx, tokens, order, dx if key is None else device_key(key, dx.device), dwte, partial, N,
-        idx.shape[1], V, C, dwte.stride(0), site, threshold, 256.0 / (256 - threshold),
-        PIECE=_PIECE, ROWS=1024 // width, BLOCK_C=width, ADD=add, DROPOUT=key is not None,
-        num_warps=1,
+        idx.shape[1], V, C, site, threshold, 256.0 / (256 - threshold),
+        PIECE=_PIECE, ROWS=1024 // width, BLOCK_C=width, DROPOUT=key is not None, num_warps=1,
     )  # fmt: skip
     launch(
         _embedding_bwd_runs_kernel, (stretches * blocks,),
-        tokens, partial, dwte, N, V, C, dwte.stride(0),
-        PIECE=_PIECE, ROWS=1024 // width, BLOCK_C=width, ADD=add, num_warps=1,
+        tokens, partial, dwte, N, V, C, PIECE=_PIECE, ROWS=1024 // width, BLOCK_C=width,
+        num_warps=1,
     )  # fmt: skip
 
 

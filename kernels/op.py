@@ -433,24 +433,6 @@ def refuse_double_backward(op: str) -> None:
         raise RuntimeError(_one_backward(op, "create_graph=True"))
 
 
-def refuse_buffer(op: str, name: str) -> None:
-    """Refuses torch.func's transforms: their gradients cannot be added to outside memory."""
-    if in_transform():
-        raise RuntimeError(
-            f"{op}: expected no {name} under torch.func's transforms, got one; drop it: the "
-            "transform returns the gradient"
-        )
-
-
-def refuse_batch(op: str, name: str, grad: Tensor) -> None:
-    """Refuses batches of gradients, which cannot be added to a single buffer."""
-    if torch._C._functorch.is_legacy_batchedtensor(grad):
-        raise RuntimeError(
-            f"{op}: expected one gradient at a time with {name}, got a batch (is_grads_batched, "
-            f"jacobian(vectorize=True)); drop {name}"
-        )
-
-
 def _one_backward(op: str, got: str) -> str:
     return (
         f"{op}: expected one backward, got {got}; "

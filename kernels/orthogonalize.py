@@ -9,6 +9,11 @@ A matrix with more rows than columns is treated as its transpose, so that A is t
 A and A^2 are symmetric; computing one half of them in blocks of 128 to 384 rows gained nothing on a
 CPU (768x768: 177 to 182 ms against 182 ms on one core), so products are full.
 
+[Note: many at once] On a GPU matrices of one shape go through the steps together, in products of
+batches: one of 768 x 768 has 36 tiles of 128 x 128 for more than 100 multiprocessors, and GPT-2
+124M has 72 matrices of 25 launches each. Which algorithm the library takes, and so the bits, may
+depend on how many there are; in deterministic mode they go one by one.
+
 No gradient; nothing is saved. Temporary: two matrices like A and one like X.
 """
 
@@ -17,10 +22,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastpar.kernels.choice import ignores_times
 from fastpar.kernels.global_norm import global_norm
 from fastpar.kernels.linear import add_matmul_, matmul
 
 Coefficients = Sequence[tuple[float, float, float]]
+TOGETHER = 1 << 24  # elements of matrices that a GPU works on together, at most
 
 
 # Amsel, Persson, Musco, Gower 2025, arXiv 2505.16932, algorithm 1, of p(s / 1.01): singular values
@@ -40,6 +47,10 @@ QUINTIC = ((3.4445, -4.775, 2.0315),) * 5
 
 
 def _step(x: Tensor, a: float, b: float, c: float) -> Tensor:
+    if x.dim() == 3:
+        gram = torch.bmm(x, x.mT)
+        mixed = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        return torch.baddbmm(x, mixed, x, beta=a)
     gram = matmul(x, x.t())
     if x.is_cpu:
         mixed = matmul(gram, gram).mul_(c).add_(gram.mul_(b))
@@ -78,19 +89,54 @@ def orthogonalize(
             "orthogonalize: expected coefficients as (a, b, c) of at least one step, got "
             f"coefficients={coefficients}; use POLAR_EXPRESS"
         )
+    return orthogonalize_each([x], coefficients=coefficients, eps=eps, dtype=dtype)[0]
+
+
+def at_once(x: Tensor) -> int:
+    """How many matrices like x go through the steps together; [Note: many at once]."""
+    if not x.is_cuda or ignores_times():
+        return 1
+    return max(1, TOGETHER // max(1, x.numel()))
+
+
+@torch.no_grad()
+def orthogonalize_each(
+    xs: Sequence[Tensor], *, coefficients: Coefficients = POLAR_EXPRESS, eps: float = 1e-7,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """orthogonalize() of each."""
+    found: list[Tensor] = [*xs]
+    alike: dict[tuple, list[int]] = {}
+    for i, x in enumerate(xs):
+        alike.setdefault((*sorted(x.shape), x.dtype, x.device), []).append(i)
+    for places in alike.values():
+        n = at_once(xs[places[0]])
+        for start in range(0, len(places), n):
+            some = places[start : start + n]
+            wide_ones = [x.shape[0] <= x.shape[1] for x in (xs[i] for i in some)]
+            given = [xs[i] if lies else xs[i].t() for i, lies in zip(some, wide_ones)]
+            made = _together(given, coefficients, eps, dtype)
+            for i, lies, y in zip(some, wide_ones, made):
+                found[i] = y if lies else y.t()
+    return found
+
+
+def _together(
+    xs: list[Tensor], coefficients: Coefficients, eps: float, dtype: torch.dtype | None
+) -> Sequence[Tensor]:
+    """Of matrices of one shape with no more rows than columns."""
+    x = xs[0]
+    wide = torch.promote_types(x.dtype, torch.float32)
     if dtype is None:
-        wide = torch.promote_types(x.dtype, torch.float32)
         dtype = torch.bfloat16 if x.is_cuda and wide == torch.float32 else wide
     wide = torch.promote_types(dtype, torch.float32)
-    y = x.detach().to(wide)
-    if wide == torch.float64:
-        norm = torch.linalg.vector_norm(y)
+    y = (torch.stack(xs) if len(xs) > 1 else x).detach().to(wide)
+    if wide == torch.float64 or y.dim() == 3:
+        norm = torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True)
     else:
         norm = global_norm([y.contiguous()]).norm
     norm = norm + (norm - norm)  # nan where it is infinite
-    y = (y / norm.clamp(min=eps)).to(dtype)
-    transposed = y.shape[0] > y.shape[1]
-    y = (y.t() if transposed else y).contiguous()
+    y = (y / norm.clamp(min=eps)).to(dtype).contiguous()
     for a, b, c in coefficients if y.numel() else ():
         y = _step(y, a, b, c)
-    return y.t() if transposed else y
+    return y.unbind() if y.dim() == 3 else [y]

@@ -36,13 +36,6 @@ def activation_ref(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     return gate / (1 + torch.exp(-gate)) * up
 
 
-def gelu_mlp_ref(
-    x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor | None = None
-) -> Tensor:
-    """gelu(x @ weight1.T + bias1) @ weight2.T + bias2."""
-    return linear_ref(bias_gelu_ref(linear_ref(x, weight1, bias1)), weight2, bias2)
-
-
 def route_ref(logits: Tensor, k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Weights and indices of the k best of each row; of equal ones the lower index."""
     keys = (logits if bias is None else logits + bias).tolist()
@@ -326,32 +319,6 @@ def embedding_ref(
     if wpe is not None:
         x = x + wpe[first_position : first_position + idx.shape[1]]
     return dropout_ref(x, dropout_p, rng)
-
-
-def _starts(tensors: list[Tensor]) -> list[int]:
-    return [sum(x.numel() for x in tensors[:i]) for i in range(len(tensors))]
-
-
-def pack_ref(
-    flat: Tensor, tensors: list[Tensor], scale: float = 1.0, offsets: list[int] | None = None
-) -> None:
-    """flat[o_i : o_i + n_i] = tensors[i] * scale, tensor by tensor."""
-    for x, start in zip(tensors, offsets or _starts(tensors)):
-        flat[start : start + x.numel()] = (x.flatten() * scale).to(flat.dtype)
-
-
-def unpack_ref(
-    tensors: list[Tensor], flat: Tensor, scale: float = 1.0, offsets: list[int] | None = None
-) -> None:
-    """tensors[i] = flat[o_i : o_i + n_i] * scale, tensor by tensor."""
-    for x, start in zip(tensors, offsets or _starts(tensors)):
-        x.copy_((flat[start : start + x.numel()] * scale).view(x.shape))
-
-
-def accumulate_ref(totals: list[Tensor], values: list[Tensor], scale: float = 1.0) -> None:
-    """totals[i] += values[i] * scale, tensor by tensor."""
-    for total, value in zip(totals, values):
-        total.add_(value.to(total.dtype) * scale)
 
 
 def sum_shards_ref(received: Tensor, out: Tensor, scale: float = 1.0) -> None:

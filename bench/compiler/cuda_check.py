@@ -2,7 +2,7 @@
 
     python -m bench.compiler.cuda_check            writes bench/results/cuda
     python -m bench.compiler.cuda_check --check    writes nothing; 1 if the table has other kernels
-    python -m bench.compiler.cuda_check bucket     one source's rows on the console
+    python -m bench.compiler.cuda_check adamw      one source's rows on the console
 
 Asked of every kernel: no spills and no stack; 16-byte loads and stores on its main path; no
 floating-point atomics. EXEMPT says which kernels rightly break a rule, and why; an exemption that

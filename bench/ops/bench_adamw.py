@@ -20,7 +20,7 @@ from bench.harness import Bench, Case, short
 from bench.peers import packages, stock
 from fastpar.doctor.trial import Call
 from fastpar.kernels import adamw, global_norm
-from fastpar.kernels.adamw import Hyper, adamw_step_, adamw_step_flat_, decode_moment, new_moment
+from fastpar.kernels.adamw import Hyper, adamw_step_, decode_moment, new_moment
 from fastpar.kernels.reference import adamw_step_ref
 from fastpar.optim.adamw import AdamW
 from fastpar.testing import assert_matches_oracle
@@ -79,7 +79,7 @@ class State:
         if flat:
             shapes = [torch.Size([sum(s.numel() for s in shapes)])]
         generator = torch.Generator(device).manual_seed(3)
-        self.mode, self.flat = mode, flat
+        self.mode = mode
         self.grads = [torch.empty(s, dtype=mode.param, device=device) for s in shapes]
         for g in self.grads:
             g.normal_(generator=generator)
@@ -101,15 +101,8 @@ class State:
     def step(self, **gates: Tensor) -> None:
         lists = self.params, self.grads, self.exp_avgs, self.exp_avg_sqs
         states: dict[str, Any] = {**gates, "stochastic_rounding_seed": self.mode.seed}
-        if self.flat:
-            states |= {name: scales[0] for name, scales in self.scales.items()}
-            states["master_weight"] = self.masters[0] if self.masters else None
-            ranges = [(0, self.params[0].numel(), 0, 0)]
-            p, grad, exp_avg, exp_avg_sq = (tensors[0] for tensors in lists)
-            adamw_step_flat_(p, grad, exp_avg, exp_avg_sq, ranges, VALUES, **states)
-        else:
-            states |= {f"{name}s": scales for name, scales in self.scales.items()}
-            adamw_step_(*lists, VALUES, master_weights=self.masters, **states)
+        states |= {f"{name}s": scales for name, scales in self.scales.items()}
+        adamw_step_(*lists, VALUES, master_weights=self.masters, **states)
 
     def clip_and_step(self) -> None:
         norm = global_norm(self.grads, max_norm=MAX_NORM)

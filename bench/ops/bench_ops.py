@@ -7,8 +7,6 @@ attention: causal, on GPT-2's packed c_attn output, against SDPA with each backe
     count half of the T x T square: 2 products forward, 5 backward (Dao 2023, arXiv 2307.08691).
     Dropout masks of different libraries differ, so only fastpar's is judged there; its rows stand
     beside the same call without dropout, which the case without dropout judges.
-bucket: what moves gradients between tensors and buckets, on GPT-2's own list of tensors; "eager" is
-    a loop over the tensors, "foreach" torch's own list operation where there is one.
 global_norm: fastpar also gives the clip factor and the overflow flag; "clip_grad_norm_" scales the
     gradients by it in a pass of its own, which fastpar leaves to the optimizer's step.
 grouped_linear: beside F.linear expert by expert and one dense product of as many rows, which is
@@ -21,6 +19,7 @@ quantize: "eager" is the same arithmetic in plain torch: rounded to nearest, or 
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -136,6 +135,11 @@ def activation(bench: Bench) -> Iterator[Case]:
         yield at_rows(bench, make, rows, 512, name=f"{kind} N={rows} F={width}")
 
 
+def repeated(call: Callable[[Tensor], Tensor], times: int) -> Callable[[Tensor], Tensor]:
+    """What makes the call so often, and returns the last result."""
+    return lambda x: [call(x) for _ in range(times)][-1]
+
+
 def orthogonalize(bench: Bench) -> Iterator[Case]:
     on_cpu, theirs = [(768, 768), (768, 3072)], "torch.optim.Muon"
     wide = dtype_of(bench) == WIDE
@@ -153,10 +157,13 @@ def orthogonalize(bench: Bench) -> Iterator[Case]:
     others: dict[str, Any] = {"eager": eager, theirs: muon}
     how: dict[str, Any] = {"directions": ("call",), "compiled": False}
     how["unjudged"] = (theirs,) * wide
-    for m, n in of_device(bench, [*on_cpu, (1600, 6400)], on_cpu, [(64, 64), (64, 256)]):
-        whole, few = (cases.orthogonal_case(a, b, QUINTIC) for a, b in ((m, n), (64, 64 * n // m)))
-        name = f"orthogonalize {'fp32' if wide else 'bf16'} {m}x{n}"
-        yield timed(bench, whole, few, others, name=name, **how)
+    shapes = of_device(bench, [*on_cpu, (1600, 6400)], on_cpu, [(64, 64), (64, 256)])
+    for (m, n), many in itertools.product(shapes, (1, 12) if bench.device == "cuda" else (1,)):
+        sizes, case = ((m, n), (64, 64 * n // m)), cases.orthogonal_case
+        whole, few = (case(*size, QUINTIC, many=many) for size in sizes)
+        each = {name: repeated(call, many) for name, call in others.items()}
+        name = f"orthogonalize {'fp32' if wide else 'bf16'} {whole.shape}"
+        yield timed(bench, whole, few, each, name=name, **how)
 
 
 # Tokens and masks
@@ -370,74 +377,10 @@ def norm_of(name: str, shapes: Shapes, dtype: torch.dtype, device: str) -> Case:
     )  # fmt: skip
 
 
-def parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Where in flat the tensors go."""
-    pieces = flat.split([t.numel() for t in tensors])
-    return [piece.view(t.shape) for piece, t in zip(pieces, tensors)]
-
-
-def one_by_one(op: Callable[..., Any], to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for t, value in zip(to, values):
-        op(t, value)
-
-
-# Of a flat buffer or a list, and a list of tensors: eager, foreach, fastpar, oracle.
-LIST_OPS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "pack": (
-        lambda flat, ts: one_by_one(Tensor.copy_, parts(flat, ts), ts),
-        lambda flat, ts: torch._foreach_copy_(parts(flat, ts), ts),
-        kernels.pack_,
-        reference.pack_ref,
-    ),
-    "unpack": (
-        lambda flat, ts: one_by_one(Tensor.copy_, ts, parts(flat, ts)),
-        lambda flat, ts: torch._foreach_copy_(ts, parts(flat, ts)),
-        lambda flat, ts: kernels.unpack_(ts, flat),
-        lambda flat, ts: reference.unpack_ref(ts, flat),
-    ),
-    "accumulate": (
-        lambda totals, ts: one_by_one(Tensor.add_, totals, ts),
-        *(torch._foreach_add_, kernels.accumulate_, reference.accumulate_ref),
-    ),
-}
-
-
-def bucket(bench: Bench) -> Iterator[Case]:
-    shapes, shard = stock.gpt2_shapes(bench.quick), 1000 if bench.quick else 25_000_000
-    for name in LIST_OPS:
-        # Of the flat buffer or of the totals, and of the tensors.
-        dtypes = (WIDE, NARROW) if name == "accumulate" else (NARROW, WIDE)
-        yield list_case(name, shapes, dtypes, bench.device)
+def sum_shards(bench: Bench) -> Iterator[Case]:
+    shard = 1000 if bench.quick else 25_000_000
     for dtype in (WIDE, NARROW):
         yield shards_case(shard, dtype, bench.device)
-
-
-def list_case(name: str, shapes: Shapes, dtypes: Sequence[torch.dtype], device: str) -> Case:
-    flat = name != "accumulate"
-
-    def make_inputs(generator: torch.Generator, small: bool) -> tuple[Tensor, ...]:
-        wanted = SMALL if small else shapes
-        first = [torch.Size([sum(shape.numel() for shape in wanted)])] if flat else wanted
-        both = (drawn(s, dtype, device, generator) for dtype, s in zip(dtypes, (first, wanted)))
-        return sum(both, ())
-
-    def by(op: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*tensors: Tensor) -> Any:
-            half = 1 if flat else len(tensors) // 2
-            first, rest = list(tensors[:half]), list(tensors[half:])
-            op(first[0] if flat else first, rest)
-            return rest if name == "unpack" else first
-
-        return call
-
-    *calls, oracle = map(by, LIST_OPS[name])
-    moved = sum(d.itemsize for d in dtypes) + (0 if flat else dtypes[0].itemsize)  # totals: twice
-    names = ("eager", "foreach", "fastpar")
-    title = f"{name} {'' if flat else 'bf16 into fp32, '}{len(shapes)} tensors"
-    how: dict[str, Any] = {"in_place": () if flat else names, "compiled": False, **CALL}
-    how["bytes_moved"] = {"call": float(sum(shape.numel() for shape in shapes) * moved)}
-    result = dtypes[name == "unpack"]
-    return Case(title, make_inputs, dict(zip(names, calls)), oracle, result, **how)
 
 
 def shards_case(numel: int, dtype: torch.dtype, device: str, world_size: int = 4) -> Case:
@@ -529,7 +472,7 @@ def dequantize_case(n: int, form: str, device: str) -> Case:
 BENCHES: dict[str, tuple[Callable[[Bench], Iterator[Case]], int, int]] = {  # seconds: CPU, GPU
     "activation": (activation, 400, 160),
     "attention": (attention, 600, 160),
-    "bucket": (bucket, 200, 40),
+    "sum_shards": (sum_shards, 200, 40),
     "cross_entropy": (cross_entropy, 300, 80),
     "embedding": (embedding, 300, 60),
     "gelu": (gelu, 400, 80),

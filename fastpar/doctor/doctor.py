@@ -269,7 +269,7 @@ def _is_known(table: ProofTable, case: Case, compiled: bool) -> bool:
     return not proof.own_ms[0] or min(proof.compiled_ms) > 0
 
 
-FLAT_OPS = ("adamw_step_", "global_norm", "pack_", "unpack_", "accumulate_", "sum_shards")
+FLAT_OPS = ("adamw_step_", "global_norm", "sum_shards")
 
 
 def cases_of_model(
@@ -288,11 +288,9 @@ def cases_of_model(
     }  # fmt: skip
     if device == "cuda":  # on a CPU it is torch's
         model["embedding"] = C
-    wide = (C, 4 * C) if device == "cuda" and tp == 1 and dtype.itemsize == 2 else ()
     eight_bits = (C, 4 * C // tp) if fp8 and device == "cuda" and dtype == torch.bfloat16 else ()
     return [
         *(Case(device, op, dtype, size) for op, size in model.items()),
-        *(Case(device, "weight_gradient", dtype, size) for size in wide),
         *(Case(device, "linear_fp8", dtype, size) for size in eight_bits),
         *(
             Case(device, op, kind, 0)

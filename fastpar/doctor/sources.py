@@ -18,7 +18,7 @@ from fastpar.kernels.choice import PARTS
 KERNELS = Path(fastpar.kernels.__file__).parent
 PASSED = {"__init__.py", "backend.py", "choice.py"}  # directly in kernels/
 _HOMES = {  # ops that are no function of fastpar.kernels
-    "attention_masked": "attention", "linear_fp8": "linear", "weight_gradient": "linear",
+    "attention_masked": "attention", "linear_fp8": "linear",
     "relu2": "activation", "swiglu": "activation",
 }  # fmt: skip
 _IMPORT = re.compile(r"^\s*from fastpar\.kernels([.\w]*) import (\([^)]*\)|[^\n]*)", re.M)

@@ -709,8 +709,7 @@ class BucketState:
         return position in self.has and self.arrived(position)
 
     def _add(self, position: int, grad: Tensor | None, *, by_hook: bool) -> None:
-        """Copy or add a gradient, which is p.grad in its hook; None: it was computed in place, or
-        there is none."""
+        """Copy or add a gradient, which is p.grad in its hook; None: there is none."""
         if self.phase in SENT:
             raise RuntimeError(
                 f"Engine: parameter '{self.name(position)}' got another gradient after bucket "
@@ -758,8 +757,7 @@ class BucketState:
         else:
             for i, grad in given.items():
                 self._add(i, grad, by_hook=False)
-        placed = self.has if self.casts else ()  # computed in place: gradients.py, Places
-        return self.arrived(*(() if self.used_directly else (*given, *placed, _NODE)))
+        return self.arrived(*(() if self.used_directly else (*given, _NODE)))
 
     def _are_usual(self, given: dict[int, Tensor]) -> bool:
         """Whether these gradients can be copied, or added, as they are."""
@@ -769,13 +767,6 @@ class BucketState:
         if [i for i in first if self.params[i].grad is not None]:  # set by hand
             return False
         return not [g for g in given.values() if g.requires_grad or g.layout is not torch.strided]
-
-    def grad_place(self, position: int) -> tuple[Tensor, bool]:
-        """Memory for a gradient, which is there from now on, and whether to add to it."""
-        self.open_grad()
-        add = position in self.has
-        self.note(position)
-        return self.grad_views[position], add
 
     def note(self, *positions: int) -> None:
         """Note gradients of this rank in `grad`."""

@@ -66,7 +66,6 @@ class Engine:
 
     paused = False  # its hooks do nothing; see optim/graphs.py
     on_phase: Callable[[str], None] = staticmethod(lambda name: None)  # see comm/recorder.py
-    recorder: Callable[[Tensor], tuple[Tensor, bool] | None] | None = None  # replaces Places
 
     def __init__(
         self,

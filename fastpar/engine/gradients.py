@@ -33,24 +33,16 @@ step refuses gradients that were changed in place.
 from __future__ import annotations
 
 import enum
-import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastpar.comm.collectives import Collectives, Handle, started
 from fastpar.comm.recorder import CollectiveLog
-from fastpar.engine.absent import Hook, NotCopied
-from fastpar.engine.bucket import SENT, BucketPhase, BucketState, Settings
+from fastpar.engine.bucket import BucketPhase, BucketState, Settings
 from fastpar.engine.shards import Shards
-
-# Smallest weights whose gradients are computed in the bucket, by type of device. The layer's own
-# backward costs the host more than torch's (100 us on a slow core), so on a GPU the saved rounding
-# and copy must be large: 2 MiB includes the layers of GPT-2 124M, except the 768 x 768 projection.
-LEAST_BYTES = {"cuda": 2 << 20, "cpu": 0}
 
 IN_FLIGHT = 3  # bytes of whole gradients that may be in flight, in bucket sizes
 _PATIENCE_S = 1.0  # see [Note: when a bucket is launched]
@@ -347,60 +339,3 @@ class PartialGradients:
                     f"tp={self._shards.mesh.tp_size}, where a rank sees only its part of the norm; "
                     "clip with fastpar.AdamW(max_grad_norm=...)"
                 )
-
-
-class Places(NotCopied):
-    """Offers fp32 bucket memory to the backward of layers with 16-bit weights; see
-    weight_gradients.py.
-
-    It returns None if the caller may keep the memory: hooks of other code, torch.autograd.grad. In
-    deterministic mode none is offered, as not all layers use them.
-    """
-
-    def __init__(self, engine: Any = None) -> None:
-        self._engine = None if engine is None else weakref.ref(engine)
-
-    @classmethod
-    def offer(cls, engine: Any) -> None:
-        """Offer places for weights of LEAST_BYTES; none for a table on two pipeline stages."""
-        places, stages = cls(engine), engine.shards.stages
-        tied = set() if stages is None else set(stages.tied)
-        for bucket in () if engine.settings.deterministic else engine.buckets:
-            own, least = bucket.spec.dtype, LEAST_BYTES.get(bucket.device.type, 0)
-            wide = own.itemsize == 2 and bucket.grad_dtype == torch.float32
-            for p, slot in zip(bucket.params, bucket.slots) if wide else ():
-                if p not in tied and slot.spec.numel * own.itemsize >= least:
-                    p.fastpar_wide_place = places
-
-    def __call__(self, weight: Tensor, node: Any) -> tuple[Tensor, bool] | None:
-        """(memory for a gradient, whether the caller must add to it).
-
-        The gradient counts as present from now on. Its bucket's node marks the last one.
-        """
-        engine = None if self._engine is None else self._engine()
-        if engine is None:
-            return None
-        if engine.recorder is not None:
-            return engine.recorder(weight)
-        if engine.paused or not (_fires(weight, node) and _all_ours(weight._backward_hooks)):
-            return None
-        bucket, position = engine.shards.places[getattr(weight, "fastpar_parameter", weight)]
-        engine.before_unit_backward()  # it may be the first gradient of the backward
-        begun = engine.phase is StepPhase.BACKWARD
-        if not begun or torch._C._current_graph_task_id() != engine.graph_task:
-            return None
-        return None if bucket.phase in SENT else bucket.grad_place(position)
-
-
-def _all_ours(hooks: dict | None) -> bool:
-    return not hooks or all(isinstance(hook, Hook) for hook in hooks.values())
-
-
-def _fires(weight: Tensor, node: Any) -> bool:
-    """Whether this backward gives weight a .grad; node: that accumulates it, None: unknown."""
-    try:
-        if node is None:
-            node = torch.autograd.graph.get_gradient_edge(weight).node
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad of a leaf
-        return False

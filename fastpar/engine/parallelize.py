@@ -27,7 +27,6 @@ from fastpar.engine.control import prove_together
 from fastpar.engine.debug import Debug, InputCheck
 from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.engine.gathers import find_units, unit_of_parameters
-from fastpar.engine.gradients import Places
 from fastpar.engine.shards import Shards, guard_state_dicts
 from fastpar.files.tensor_file import FLOATS
 from fastpar.foreign.patch import calls_of
@@ -200,7 +199,6 @@ def parallelize(
     for axis in every():
         axis.attach(making, engine)
     refuse_ddp(model)
-    Places.offer(engine)
     guard_optimizers(engine)
     guard_state_dicts(model, shards, Hook(weakref.ref(engine), Engine.gathered))
     InputCheck.attach_all(engine, model, making.same_inputs)

@@ -52,6 +52,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_iter
 
 from fastpar.engine.absent import Hook
+from fastpar.engine.bucket import BucketState
 from fastpar.engine.engine import Engine, engine_of
 from fastpar.kernels import op
 from fastpar.optim.adamw import AdamW
@@ -125,25 +126,20 @@ def recording(engine: Engine, *, adds: bool | None) -> Iterator[list[nn.Paramete
         The parameters that received a gradient, in that order.
     """
     shards, fired = engine.shards, []
-    wide: dict[nn.Parameter, None] = {}  # parameters whose layers wrote gradients to the buckets
-
-    def place(p: Tensor) -> tuple[Tensor, bool] | None:
-        """Where a layer writes the fp32 gradient of 16-bit weights; see engine/gradients.py."""
-        bucket, position = shards.places[p]  # type: ignore[index]
-        if adds is None or bucket.grad_dtype == p.dtype:
-            return None
-        again = p in wide
-        wide[bucket.params[position]] = None
-        return bucket.grad_views[position], adds or again
+    arrived: dict[BucketState, dict[int, Tensor]] = {bucket: {} for bucket in engine.buckets}
 
     def store(p: Tensor) -> None:
         bucket, position = shards.places[p]  # type: ignore[index]
-        grad = p.grad
-        if adds is not None and grad is not None:
-            view = bucket.grad_views[position]
-            view.add_(grad) if adds or p in wide else view.copy_(grad)
+        grad, grads = p.grad, arrived[bucket]
         p.grad = None
         fired.append(bucket.params[position])
+        if adds is None or grad is None:
+            return
+        grads[position] = grad
+        if len(grads) == len(bucket.params):
+            views = [bucket.grad_views[i] for i in grads]
+            (torch._foreach_add_ if adds else torch._foreach_copy_)(views, [*grads.values()])
+            grads.clear()
 
     owners = [owner for owner in (engine, engine.gathers) if owner is not None]
     grads = [(p, p.grad) for p in shards.params]
@@ -151,13 +147,10 @@ def recording(engine: Engine, *, adds: bool | None) -> Iterator[list[nn.Paramete
     try:
         for owner in owners:
             owner.paused = True
-        engine.recorder = place
         for p, _ in grads:
             p.grad = None
         yield fired
-        fired.extend(set(wide).difference(fired))  # some versions of torch call no hooks for them
     finally:
-        engine.recorder = None
         for owner in owners:
             owner.paused = False
         for handle in handles:

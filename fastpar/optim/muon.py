@@ -27,10 +27,11 @@ Owners: an update that needs a whole matrix is computed once, on its owner, in t
     pieces along dp <--all_to_all-- slices along tp <--all_to_all-- its result
 
 The result depends on the whole matrix alone, so its bits are those of one process at any stage, dp
-and tp. At stage 0 every rank has the gradient, and the first hop is not needed. Replicas of a
-sharded model and stages of a pipeline work independently. All first hops are launched before the
-first wait, bucket after bucket, and each result is sent while the next matrix is computed.
-Temporary memory: the exchanged pieces, and the products of one matrix.
+and tp (on a GPU in deterministic mode: kernels/orthogonalize.py, [Note: many at once]). At stage 0
+every rank has the gradient, and the first hop is not needed. Replicas of a sharded model and stages
+of a pipeline work independently. All first hops are launched before the first wait, bucket after
+bucket, and the results of a bucket are sent while those of the next are computed. Temporary memory:
+the exchanged pieces, and the products of one matrix, on a GPU of some matrices.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,15 +48,16 @@ from fastpar.axes.experts.mixture import Router
 from fastpar.comm.collectives import Collectives, Handle, started
 from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.kernels.adamw import store_values, values_of
-from fastpar.kernels.orthogonalize import POLAR_EXPRESS, orthogonalize
+from fastpar.kernels.orthogonalize import POLAR_EXPRESS, TOGETHER, orthogonalize_each
 from fastpar.nn.modules import is_conv1d
 from fastpar.optim.adamw import AdamW, capturing
 from fastpar.optim.base import Row, Rows, check_ranges
 from fastpar.optim.state import add_master, whole_shape
 from fastpar.sharding.layout import parameter_names
 
-# (parameter, whole matrix) -> (its result of the same shape, [R] numbers for every rank).
-Compute = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# Whole matrices by parameter -> (result of the same shape, [R] numbers for every rank) of each.
+Compute = Callable[[dict[Tensor, Tensor]], dict[Tensor, tuple[Tensor, Tensor]]]
+T = TypeVar("T")
 
 
 class Owner(NamedTuple):
@@ -135,7 +137,9 @@ class Owners:
         outgoing = []
         for i, batch in enumerate(given):
             whole = self._join(batch, self._whole_along_dp(batch, pieces, incoming), i)
-            results = {p: compute(p, whole.pop(p)) for p in list(whole)}
+            results = {}
+            for some in _some(list(whole), lambda p: p):
+                results |= compute({p: whole.pop(p) for p in some})
             message = self._send_slices(batch, results, i)
             del results
             if self.n_tp == 1:
@@ -450,49 +454,81 @@ class Muon(AdamW):
             together.setdefault(key, []).append(row)
         for (engine, dtype, travel), those in together.items():
             by_param = {row.param: row for row in those}
-            pieces = {p: self._momentum(row, factor) for p, row in by_param.items()}
+            pieces: dict[Tensor, Tensor] = {}
+            for some in _some(those, lambda row: row.piece):
+                pieces |= self._momenta(some, factor)
             results: Iterable[tuple[Tensor, Tensor, Tensor]]
             if engine is None:
-                results = ((p, *self._result(p, x)) for p, x in pieces.items())
+                results = self._results_alone(pieces)
             else:
-                results = self._owners(engine, dtype, travel).run(pieces, self._result)
-            for p, update, squares in results:
-                self._apply(by_param[p], update, squares)
+                results = self._owners(engine, dtype, travel).run(pieces, self._results)
+            for few in _some(results, lambda result: result[1]):
+                self._apply([(by_param[p], *result) for p, *result in few])
 
-    def _momentum(self, row: Row, factor: Tensor | None) -> Tensor:
-        """Update the momentum; returns the input of orthogonalize, in the dtype of products."""
-        group, state, p = self.param_groups[row.group], self.state[row.param], row.piece
-        wide = torch.promote_types(p.dtype, torch.float32)
-        kept = wide if wide == torch.float64 else self.momentum_dtype
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p, dtype=kept, requires_grad=False)
-        if group["row_beta"] is not None and "row_second_moment" not in state:
-            rows = _matrix_shape(row.param)[int(group["transposed"])]
-            state["row_second_moment"] = torch.zeros(rows, dtype=wide, device=p.device)
-        add_master(state, p, self.master_weights)
-        beta = float(group["momentum"])
-        grad = row.grad.to(wide) if factor is None else row.grad.to(wide) * factor.to(p.device)
-        grad = grad * (beta - 1.0 if group["maximize"] else 1.0 - beta)
-        buffer = state["momentum_buffer"]
-        # See "Single roundings" above.
-        moved = buffer.to(wide) * beta + grad
-        buffer.copy_(moved)
-        if group["nesterov"]:
-            moved = moved * beta + grad
-        return moved.to(_dtype_of_products(p)).reshape(-1)
+    def _momenta(self, rows: list[Row], factor: Tensor | None) -> dict[Tensor, Tensor]:
+        """Update the momenta; returns the inputs of orthogonalize, in the dtype of products."""
+        alike: dict[tuple[int, torch.dtype], list[Row]] = {}
+        for row in rows:
+            group, state, p = self.param_groups[row.group], self.state[row.param], row.piece
+            wide = torch.promote_types(p.dtype, torch.float32)
+            kept = wide if wide == torch.float64 else self.momentum_dtype
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p, dtype=kept, requires_grad=False)
+            if group["row_beta"] is not None and "row_second_moment" not in state:
+                n = _matrix_shape(row.param)[int(group["transposed"])]
+                state["row_second_moment"] = torch.zeros(n, dtype=wide, device=p.device)
+            add_master(state, p, self.master_weights)
+            alike.setdefault((row.group, p.dtype), []).append(row)
+        found: dict[Tensor, Tensor] = {}
+        for (number, _), these in alike.items():
+            group, p = self.param_groups[number], these[0].piece
+            beta, wide = float(group["momentum"]), torch.promote_types(p.dtype, torch.float32)
+            grads: Sequence[Tensor] = [row.grad.to(wide) for row in these]
+            if factor is not None:
+                grads = torch._foreach_mul(grads, factor.to(p.device))
+            grads = torch._foreach_mul(grads, beta - 1.0 if group["maximize"] else 1.0 - beta)
+            buffers = [self.state[row.param]["momentum_buffer"] for row in these]
+            # See "Single roundings" above.
+            moved = torch._foreach_mul([buffer.to(wide) for buffer in buffers], beta)
+            torch._foreach_add_(moved, grads)
+            torch._foreach_copy_(buffers, moved)
+            if group["nesterov"]:
+                torch._foreach_mul_(moved, beta)
+                torch._foreach_add_(moved, grads)
+            for row, x in zip(these, moved):
+                found[row.param] = x.to(_dtype_of_products(p)).reshape(-1)
+        return found
 
-    def _result(self, p: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
-        """(the orthogonal factors of a whole parameter, its rows' squares)."""
+    def _results_alone(
+        self, pieces: dict[Tensor, Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of parameters without an engine, some at a time."""
+        for some in _some(list(pieces), lambda p: p):
+            results = self._results({p: pieces.pop(p) for p in some})
+            yield from ((p, *result) for p, result in results.items())
+
+    def _results(self, wholes: dict[Tensor, Tensor]) -> dict[Tensor, tuple[Tensor, Tensor]]:
+        """(the orthogonal factors of a whole parameter, its rows' squares) of each."""
+        alike: dict[tuple, list[tuple[Tensor, Tensor]]] = {}  # by the options of the steps
+        for p, whole in wholes.items():
+            group, x = self._group_of(p), whole.view(_matrix_shape(p))
+            x = x.t() if group["transposed"] else x
+            given, n = group["ns_coefficients"], group["ns_steps"]
+            steps = (tuple(given),) * n if given else POLAR_EXPRESS[:n]
+            matrices = [(p, part) for part in x.split(self._rows(p))]
+            alike.setdefault((steps, group["eps"]), []).extend(matrices)
+        factors: dict[Tensor, list[Tensor]] = {p: [] for p in wholes}
+        for (steps, eps), these in alike.items():
+            xs = [x for _, x in these]
+            made = orthogonalize_each(xs, coefficients=steps, eps=eps, dtype=xs[0].dtype)
+            for (p, _), factor in zip(these, made):
+                factors[p].append(factor)
+        return {p: self._joined(p, parts) for p, parts in factors.items()}
+
+    def _joined(self, p: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """(a parameter's result, its rows' squares) from its matrices' factors."""
         group, state = self._group_of(p), self.state[p]
-        x = whole.view(_matrix_shape(p))
-        x = x.t() if group["transposed"] else x
-        given = group["ns_coefficients"]
-        steps = (given,) * group["ns_steps"] if given else POLAR_EXPRESS[: group["ns_steps"]]
-        parts = [
-            orthogonalize(part, coefficients=steps, eps=group["eps"], dtype=x.dtype)
-            for part in x.split(self._rows(p))
-        ]
-        squares = x.new_empty(0)
+        squares = parts[0].new_empty(0)
         if group["row_beta"] is not None:
             moment = state["row_second_moment"]
             beta, wide = float(group["row_beta"]), moment.dtype
@@ -500,8 +536,8 @@ class Muon(AdamW):
             moment = moment * beta + means * (1.0 - beta)
             by_part = moment.clamp(min=1e-16).rsqrt().split(self._rows(p))
             parts = [_rows_scaled(part, by) for part, by in zip(parts, by_part)]
-            squares = moment.view(x.dtype)
-        first, columns = len(parts[0]), x.shape[1]
+            squares = moment.view(parts[0].dtype)
+        first, columns = parts[0].shape
         for i, part in enumerate(parts):  # _apply() scales all as the first
             if len(part) != first:
                 factor = _lr_scale(group, len(part), columns) / _lr_scale(group, first, columns)
@@ -509,22 +545,33 @@ class Muon(AdamW):
         out = torch.cat(parts) if len(parts) > 1 else parts[0]
         return (out.t() if group["transposed"] else out).contiguous(), squares
 
-    def _apply(self, row: Row, update: Tensor, squares: Tensor) -> None:
-        group, state, p = self.param_groups[row.group], self.state[row.param], row.piece
-        if squares.numel():
-            moment = state["row_second_moment"]
-            moment.copy_(squares.view(moment.dtype))
-        values = values_of(p, state)
-        update = update.view(p.shape).to(values.dtype)
-        lr, columns = float(group["lr"]), _matrix_shape(row.param)[1 - int(group["transposed"])]
-        scale = _lr_scale(group, self._rows(row.param)[0], columns)
-        decay = lr * float(group["weight_decay"])
-        if decay and group["cautious"]:
-            values.sub_(values * decay * (update * values > 0))
-        elif decay:
-            values.mul_(1.0 - decay)
-        values.sub_(update * (lr * scale))
-        store_values(p, state, values)
+    def _apply(self, results: list[tuple[Row, Tensor, Tensor]]) -> None:
+        """Step parameters by their results."""
+        alike: dict[tuple[int, torch.dtype], list[tuple[Row, Tensor, Tensor, float]]] = {}
+        for row, update, squares in results:
+            group, state, p = self.param_groups[row.group], self.state[row.param], row.piece
+            if squares.numel():
+                moment = state["row_second_moment"]
+                moment.copy_(squares.view(moment.dtype))
+            values = values_of(p, state)
+            columns = _matrix_shape(row.param)[1 - int(group["transposed"])]
+            rate = float(group["lr"]) * _lr_scale(group, self._rows(row.param)[0], columns)
+            update = update.view(p.shape).to(values.dtype)
+            alike.setdefault((row.group, values.dtype), []).append((row, values, update, rate))
+        for (number, _), these in alike.items():
+            group, (rows, values, updates, rates) = (
+                self.param_groups[number],
+                map(list, zip(*these)),
+            )
+            decay = float(group["lr"]) * float(group["weight_decay"])
+            if decay and group["cautious"]:
+                for x, update in zip(values, updates):
+                    x.sub_(x * decay * (update * x > 0))
+            elif decay:
+                torch._foreach_mul_(values, 1.0 - decay)
+            torch._foreach_sub_(values, torch._foreach_mul(updates, rates))
+            for row, x in zip(rows, values):
+                store_values(row.piece, self.state[row.param], x)
 
     def _owners(self, engine: Engine, dtype: torch.dtype, travel: str) -> Owners:
         """Owners of all matrices of an engine with products of a dtype, made at the first step.
@@ -599,6 +646,20 @@ class Muon(AdamW):
             rows = saved["row_second_moment"]
             found["row_second_moment"] = rows.to(p.device, wide, copy=True)
         return found
+
+
+def _some(items: Iterable[T], of: Callable[[T], Tensor]) -> Iterator[list[T]]:
+    """The items in lists: those that a GPU works on together, on a CPU one by one."""
+    some: list[T] = []
+    n = 0
+    for item in items:
+        some.append(item)
+        n += of(item).numel()
+        if n >= TOGETHER or not of(item).is_cuda:
+            yield some
+            some, n = [], 0
+    if some:
+        yield some
 
 
 def _heights(group: dict[str, Any]) -> list[int]:

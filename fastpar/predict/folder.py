@@ -379,8 +379,6 @@ def _shrink(module: Any, name: str, tp: int, *, rows: bool) -> None:
 class _Table(Table):
     """The table of a rank of a FolderModel."""
 
-    places = False  # modules of others give their gradients to autograd
-
     def __init__(self, model: FolderModel, setup: Setup, sizes: Sizes) -> None:
         self.setup, self.own, full = setup, sizes.own, setup.activation_checkpointing == "full"
         inside = {p for m in model.blocks for p in m.parameters()}

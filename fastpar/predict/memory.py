@@ -65,10 +65,10 @@ from fastpar.axes.wires import message_bytes
 from fastpar.comm.transports import shared_bytes, shared_ranges
 from fastpar.engine.engine import Engine
 from fastpar.engine.gradients import IN_FLIGHT as IN_REDUCTION
-from fastpar.engine.gradients import LEAST_BYTES
 from fastpar.kernels.backend import _C, has_bf16_gemm
 from fastpar.kernels.linear.fp8 import BLOCK
 from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows, workspace_bytes
+from fastpar.kernels.orthogonalize import TOGETHER
 from fastpar.optim.adafactor import BATCH
 from fastpar.predict.time import matrices_of, product_bytes
 from fastpar.settings.model import (
@@ -201,11 +201,10 @@ class Table:
         table: shape of the embedding; tied: whether it is the head too.
         standing: memory that the loss keeps between calls.
         begins, ends: number of parameters before the blocks and behind them.
-        places: whether fp32 gradients of large 16-bit weights are computed in their buckets.
         embedding: temporary memory of its backward, besides its gradient.
     """
 
-    places, standing, embedding = True, 0.0, 0.0
+    standing, embedding = 0.0, 0.0
 
     def __init__(self, workload: Workload, setup: Setup) -> None:
         shape, tp, grid = workload.shape, setup.tp, setup.tp_grid is not None
@@ -308,23 +307,20 @@ class Table:
 class Arriving(NamedTuple):
     """How gradients arrive in a backward.
 
-    Those of a bucket wait in autograd for its last one, unless they are computed in the bucket
-    (engine/gradients.py). At stages 2 and 3 a bucket has memory until its reduction is awaited.
+    Those of a bucket wait in autograd for its last one. At stages 2 and 3 a bucket has memory until
+    its reduction is awaited.
 
     Attributes:
-        item: bytes of an element of a gradient; least: of gradients that are computed in the
-            bucket.
+        item: bytes of an element of a gradient.
         of_bucket, of_message, of_sum: bytes of an element of a bucket while it is collected and
             reduced, of its message, and of the sum with earlier micro-batches.
         before: bytes of gradients before backward.
         frees, frees_sums: whether bytes are free after a reduction; most: elements in reduction.
-        tables: whether a table's gradient is computed in the bucket.
-        opened: whether its bucket is open from the beginning; early: whether it is the first.
         passed: gradients that arrived in another chunk's backward, long before.
+        early: whether a table's gradient is the first.
     """
 
     item: int
-    least: float
     of_bucket: int
     of_message: float
     of_sum: float
@@ -332,17 +328,13 @@ class Arriving(NamedTuple):
     frees: bool
     frees_sums: bool
     most: float
-    tables: bool
-    opened: bool = False
     passed: int = 0
     early: bool = False
 
     @classmethod
-    def of(cls, setup: Setup, buckets: GPTBuckets, places: bool) -> Arriving:
+    def of(cls, setup: Setup, buckets: GPTBuckets) -> Arriving:
         item, each, stage = setup.weight_bytes, setup.grad_bytes, setup.stage
         several, by_shard = setup.grad_accum_steps > 1, setup.accumulate == "shard"
-        kind, wide = setup.device_type, item == 2 < each
-        least = LEAST_BYTES[kind] if places and wide and kind == "cuda" else math.inf
         collects = stage >= 2 and (by_shard or not several)
         share = buckets.share(setup.n_shards) / buckets.elements
         of_sum, before = each * share * (several and by_shard and stage > 0), 0.0
@@ -351,15 +343,9 @@ class Arriving(NamedTuple):
         elif stage < 2 and setup.grad_accum_steps > 2:
             before, of_sum = of_sum * buckets.padded(1), 0.0
         return cls(
-            *(item, least, each * collects, message_bytes(setup), of_sum, before, stage >= 2),
+            *(item, each * collects, message_bytes(setup), of_sum, before, stage >= 2),
             *(setup.n_shards == setup.data, IN_REDUCTION * setup.bucket_bytes / each),
-            setup.device_type == "cuda" and setup.pp == 1,
         )
-
-    def is_placed(self, shape: Sequence[int], in_block: bool) -> bool:
-        """Whether a weight's gradient is computed in its bucket."""
-        large = len(shape) > 1 and self.item * math.prod(shape) >= self.least
-        return large and (in_block or self.tables)
 
 
 Sizes = tuple[tuple[float, float], ...]
@@ -369,32 +355,22 @@ Sizes = tuple[tuple[float, float], ...]
 def _arrivals(how: Arriving, buckets: GPTBuckets, groups: tuple[int, ...]) -> Sizes:
     """(bytes before, most bytes meanwhile) for each group of so many gradients, in order."""
     numel, missing = [b.numel for b in buckets.layout.buckets], Counter(buckets.arrival)
-    order = deque(zip(buckets.arrival, reversed(buckets.shapes), reversed(buckets.names)))
+    order = deque(zip(buckets.arrival, reversed(buckets.shapes)))
     if how.early:
         order.appendleft(order.pop())
     for _ in range(how.passed):
         order.popleft()
-    begun, waiting, flight = set[int](), Counter[int](), deque[int]()
+    waiting, flight = Counter[int](), deque[int]()
     now, found = how.before, []
 
-    def open_bucket(bucket: int) -> float:
-        size = 0 if bucket in begun else how.of_bucket * numel[bucket]
-        begun.add(bucket)
-        return size
-
-    if how.opened:
-        now += open_bucket(buckets.arrival[-1])
     for count in groups:
         before = most = now
-        for bucket, shape, name in (order.popleft() for _ in range(count)):
-            if how.is_placed(shape, bool(name)):
-                now += open_bucket(bucket)
-            else:
-                waiting[bucket] += how.item * math.prod(shape)
-                now += how.item * math.prod(shape)
+        for bucket, shape in (order.popleft() for _ in range(count)):
+            waiting[bucket] += how.item * math.prod(shape)
+            now += how.item * math.prod(shape)
             missing[bucket] -= 1
             if not missing[bucket]:
-                now += open_bucket(bucket)
+                now += how.of_bucket * numel[bucket]
                 most = max(most, now)
                 now += (how.of_message + how.of_sum) * numel[bucket] - waiting.pop(bucket, 0)
                 flight.append(numel[bucket])
@@ -446,11 +422,10 @@ def moments(table: Table, parts: RankParts, held: Held, buckets: GPTBuckets) -> 
         parts: the rank's parts of the model; held: micro-batches that each of its chunks keeps.
     """
     setup, item = table.setup, table.setup.weight_bytes
-    how = Arriving.of(setup, buckets, table.places)
+    how = Arriving.of(setup, buckets)
     layers, last = parts.layers[held.chunk], held.chunk == len(parts.layers) - 1
     standing = table.standing * parts.last
-    placed = how.is_placed(table.table, in_block=False)
-    head = 0.0 if placed else float(item * math.prod(table.table))
+    head = float(item * math.prod(table.table))
     waits = head / setup.rows * (table.tied and parts.first and parts.last)
     always = table.batch + _others(table, parts, held)
     root, *units = buckets.units
@@ -466,8 +441,7 @@ def moments(table: Table, parts: RankParts, held: Held, buckets: GPTBuckets) -> 
     passed = sum(table.blocks[k].params for k in after) + parts.last * (table.ends + early)
     steps = [s.params for kind in reversed(layers) for s in reversed(table.blocks[kind].steps)]
     groups = (passed * ends, *steps, table.begins * begins)
-    opened = placed and table.tied and ends
-    how = how._replace(opened=opened, passed=passed * (not ends), early=early)
+    how = how._replace(passed=passed * (not ends), early=early)
     arrived = iter(_arrivals(how, buckets, groups))
     kept, weights, (now, _) = always + _kept(table, layers), gathered(len(units)), next(arrived)
     for before, (more, loss) in zip((how.before, now), table.loss(head)) if ends else ():
@@ -495,7 +469,10 @@ def _update_bytes(workload: Workload, setup: Setup, buckets: GPTBuckets) -> floa
         return _adafactor_scratch(setup, buckets)
     if setup.optimizer == "muon":
         found = matrices_of(workload.shape, buckets, setup)
-        return max(matrices.room(product_bytes(setup)) for matrices in found)
+        room = max(matrices.room(product_bytes(setup)) for matrices in found)
+        if setup.device_type == "cuda":  # values and products in fp32 and 16 bits
+            room += 14.0 * max(min(TOGETHER, matrices.numel / matrices.n_dp) for matrices in found)
+        return room
     return 0.0
 
 

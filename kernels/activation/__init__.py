@@ -24,7 +24,6 @@ from torch import Tensor
 
 from fastpar.kernels.backend import triton_module, use_cpp, use_triton
 from fastpar.kernels.config_table import ConfigTable
-from fastpar.kernels.linear import linear
 from fastpar.kernels.op import check_float, check_vector, define_autograd, define_kernels, define_op
 
 
@@ -205,21 +204,3 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
             "GPT-2 uses tanh, torch's default is none"
         )
     return activation(x, bias, "gelu" if approximate == "tanh" else "gelu_erf")
-
-
-def gelu_mlp(
-    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """gelu(x @ weight1.T + bias1) @ weight2.T + bias2 by linear, bias_gelu (tanh form) and linear.
-
-    Args:
-        x: [..., C]; weight1: [F, C]; bias1: [F] or None.
-        weight2: [G, F]; bias2: [G] or None.
-    Returns:
-        y: [..., G]. x, the weights and two tensors [..., F] are kept for backward.
-    Raises:
-        ValueError, RuntimeError: as these ops.
-    Deterministic: yes, bitwise.
-    Oracle: fastpar.kernels.reference.gelu_mlp_ref
-    """
-    return linear(bias_gelu(linear(x, weight1), bias1), weight2, bias2)

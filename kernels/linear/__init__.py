@@ -16,11 +16,6 @@ divided by ours, one Intel CPU, 1024 rows:
     forward, dx        0.64 to 0.93   0.72 to 1.01    0.66 to 0.90   1.07 to 2.06
     dweight            1.05 to 1.08   1.09 to 1.27    1.04 to 1.16   1.27 to 1.51
 Ours have the same bits for any threads, rows and strides; oneDNN's do not.
-
-[Note: wide gradients] A 16-bit product is summed in fp32. If gradients are kept in fp32, the
-product for dweight is stored or added as it is, instead of being rounded to 16 bits and copied:
-2 + 2 bytes per element less, and no rounding in between. Only if a proof allows it (use_wide), and
-not in deterministic mode: results would depend on the proof.
 """
 
 import functools
@@ -30,19 +25,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import _has_storage
 
 from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import has_bf16_gemm, has_gemm
-from fastpar.kernels.choice import ignores_times, ignoring_times, is_proven, is_real, may_run
-from fastpar.kernels.linear.weight_gradients import place_for
-from fastpar.kernels.op import (
-    define_autograd,
-    define_op,
-    goes_straight,
-    is_plain,
-    refuse_double_backward,
-)
+from fastpar.kernels.choice import ignores_times, ignoring_times
+from fastpar.kernels.op import define_autograd, define_op, goes_straight
 
 if TYPE_CHECKING:
     from fastpar.kernels.linear.fp8 import Fp8
@@ -160,22 +147,6 @@ def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool =
     return torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
 
 
-def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """dweight [F, C] in fp32 of dy [N, F] and x [N, C], in the way that a proof has chosen."""
-    if may_run("weight_gradient", x):
-        return wide_product(dy.t(), x)
-    return torch.mm(dy.t(), x).float()
-
-
-def use_wide(x: Tensor) -> bool:
-    """Whether fp32 gradients come directly from their products; see [Note: wide gradients]."""
-    if x.dtype not in (torch.bfloat16, torch.float16) or backend.choice != "auto":
-        return False
-    if not ((x.is_cuda or backend.cuda_on_cpu) and x.numel()):
-        return False
-    return is_real(x) and is_plain(x) and is_proven("weight_gradient", x)
-
-
 def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """y [..., F] of x [..., C] and weight [F, C]."""
     y = matmul(x.reshape(-1, x.shape[-1]), weight.t(), bias=bias)
@@ -225,43 +196,6 @@ def _backward(ctx, dy):
 define_autograd(_linear, _setup_context, _backward, once="linear")
 
 
-class _OwnBackward(torch.autograd.Function):
-    """The same layer, whose weight gradient is written elsewhere (weight_gradients.py)."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, place):
-        ctx.save_for_backward(x, weight)
-        ctx.place, ctx.weight = place, weight
-        ctx.ours = _is_ours(x, weight)
-        return _linear(x, weight, bias) if ctx.ours else F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        need_dx, need_dweight, need_dbias = ctx.needs_input_grad[:3]
-        found = None
-        if need_dweight and is_plain(dy) and not torch.is_grad_enabled():
-            found = ctx.place(ctx.weight, ctx.next_functions[1][0])
-        now = need_dweight and found is None
-        rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-        if ctx.ours:  # the call may be one that only the op supports: batches of dy
-            refuse_double_backward("linear")
-            needed = need_dx, now, need_dbias
-            grads = _linear_bwd(dy, x, weight, *needed)
-            dx, dweight, dbias = (grad if need else None for grad, need in zip(grads, needed))
-        else:
-            dx = matmul(rows, weight).view(x.shape) if need_dx else None
-            dweight = matmul(rows.t(), x_rows) if now else None
-            dbias = rows.sum(0) if need_dbias else None
-        if found is not None:
-            wide_product(rows.t(), x_rows, found[0], add=found[1])
-        return dx, dweight, dbias, None
-
-
-# Without Function.apply's checks for transforms, which place_for has made, and for their remains.
-_own_backward = super(torch.autograd.Function, _OwnBackward).apply
-
-
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fp8: "Fp8 | None" = None
 ) -> Tensor:
@@ -294,10 +228,6 @@ def linear(
         )
     if fp8 is not None:
         return fp8.linear(x, weight, bias)
-    place = place_for(weight) if x.dtype != torch.float32 and use_wide(x) else None
-    if place is not None:
-        apply = _own_backward if _has_storage(x) else _OwnBackward.apply
-        return apply(x, weight, bias, place)
     if (has_gemm or x.dtype != torch.float32) and _is_ours(x, weight):
         return _linear(x, weight, bias)
     return F.linear(x, weight, bias)

@@ -37,7 +37,6 @@ from torch import Tensor
 from fastpar.kernels import _C
 from fastpar.kernels.backend import FLOATS, use_cpp, use_triton, wide
 from fastpar.kernels.linear import add_matmul_, matmul, use_gemm, wide_product
-from fastpar.kernels.linear.weight_gradients import offers_place, wide_room
 from fastpar.kernels.loss.cross_entropy import (
     check_loss,
     count_targets,
@@ -53,8 +52,6 @@ from fastpar.kernels.op import (
     in_transform,
     is_plain,
     may_need_grad,
-    refuse_batch,
-    refuse_buffer,
 )
 
 _local = threading.local()  # ranks may be threads of one process: one workspace each
@@ -140,11 +137,10 @@ def accumulate(dweight: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 def linear_cross_entropy_fwd(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, reduction: str,
     label_smoothing: float, z_loss: float, softcap: float, chunk_rows: int, need_dx: bool,
-    need_dweight: bool, weight_grad: Tensor | None,
+    need_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, dx, dweight in fp32, the factor still to be applied to dx and dweight). Gradients that
-    are not needed are [0], with reduction "none" both. chunk_rows 0: chosen here. weight_grad: for
-    backward only."""
+    are not needed are [0], with reduction "none" both. chunk_rows 0: chosen here."""
     x, targets = x.contiguous(), targets.contiguous()
     count = count_targets("linear_cross_entropy", targets, vocab_size, ignore_index)
     scale, factor = gradient_scale(count, reduction, x.dtype)
@@ -174,7 +170,7 @@ def linear_cross_entropy_bwd(
 
 def _fake(
     x, weight, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss, softcap,
-    chunk_rows, need_dx, need_dweight, weight_grad,
+    chunk_rows, need_dx, need_dweight,
 ):  # fmt: skip
     none = reduction == "none"
     loss = x.new_empty(x.shape[:1] if none else (), dtype=wide(x.dtype))
@@ -197,8 +193,7 @@ _OPTIONS = (
 )
 _composed = define_op(
     "linear_cross_entropy_composed(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
-    f"int ignore_index, str reduction, {_OPTIONS}, Tensor? weight_grad)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    f"int ignore_index, str reduction, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     linear_cross_entropy_fwd,
     _fake,
 )
@@ -212,10 +207,9 @@ _composed_bwd = define_op(
 
 def _setup_context(ctx, inputs, output):
     x, weight, targets, vocab_size, ignore_index, reduction, *factors = inputs[:9]
-    chunk_rows, ctx.need_dx, ctx.need_dweight, ctx.weight_grad = inputs[9:]
+    chunk_rows, ctx.need_dx, ctx.need_dweight = inputs[9:]
     _, dx, dweight, factor = output
     ctx.none = reduction == "none"
-    ctx.weight = weight if hasattr(weight, "fastpar_wide_place") else None
     ctx.dtype = weight.dtype
     if ctx.none:
         ctx.save_for_backward(x, weight, targets)
@@ -257,19 +251,8 @@ def _backward(ctx, dloss, *_):
         dx, dweight, factor = ctx.saved_tensors
         by = dloss * factor
     grad_x = scaled(dx, by, dx.dtype, saved=True) if ctx.need_dx else None
-    grad_weight = None
-    if ctx.weight_grad is not None:
-        refuse_batch("linear_cross_entropy", "weight_grad", by)
-        ctx.weight_grad.addcmul_(dweight, by)
-    elif ctx.need_dweight and (found := wide_room(ctx.weight, by)) is not None:
-        room, add = found
-        if add:
-            room.addcmul_(dweight, by)
-        else:
-            torch.mul(dweight, by, out=room)
-    elif ctx.need_dweight:
-        grad_weight = scaled(dweight, by, ctx.dtype, saved=True)
-    return grad_x, grad_weight, *[None] * 11
+    grad_weight = scaled(dweight, by, ctx.dtype, saved=True) if ctx.need_dweight else None
+    return grad_x, grad_weight, *[None] * 10
 
 
 define_autograd(_composed, _setup_context, _backward, by_products=3, once="linear_cross_entropy")
@@ -282,7 +265,7 @@ def _run(x, weight, targets, vocab_size, ignore_index, reduction, smoothing, z_l
     """On a GPU; kernels/op.py define_kernels says for which calls."""
     v = _check(x, weight, targets, vocab_size, reduction, smoothing, z_loss, cap)
     rows, flat = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    options = ignore_index, reduction, smoothing, z_loss, cap, *how, None
+    options = ignore_index, reduction, smoothing, z_loss, cap, *how
     loss, dx, dweight, factor = linear_cross_entropy_fwd(rows, weight, flat, v, *options)
     loss = loss.view(targets.shape) if reduction == "none" else loss
     return loss, dx.view(x.shape) if dx.numel() else dx, dweight, factor
@@ -342,7 +325,6 @@ def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int | None = None,
     ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
     z_loss: float = 0.0, softcap: float = 0.0, chunk_rows: int | None = None,
-    weight_grad: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy of the logits x @ weight.T, which are never in memory all at once.
 
@@ -356,8 +338,6 @@ def linear_cross_entropy(
         reduction: as there; the backward of "none" computes the logits once more.
         chunk_rows: rows whose logits exist at once; None chooses by traffic. Other sizes sum
             dweight in another order.
-        weight_grad: [Vp, C] fp32; backward adds dweight to it and returns no gradient for weight
-            (weight.grad does not change).
     Returns:
         loss: [], or targets' shape for "none", fp32. Gradients are kept for backward: dx (x's size)
             and dweight (fp32).
@@ -376,9 +356,8 @@ def linear_cross_entropy(
             "drop it to use the default"
         )
     need = may_need_grad(x), may_need_grad(weight)
-    usual = weight_grad is None and not offers_place(weight)
     op = "linear_cross_entropy"
-    if usual and (use_cpp(op, x) or use_triton(op, x)):
+    if use_cpp(op, x) or use_triton(op, x):
         loss, *_ = _linear_cross_entropy(
             x, weight, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss,
             softcap, chunk_rows or 0, *need,
@@ -386,30 +365,7 @@ def linear_cross_entropy(
         return loss
     factors = float(label_smoothing), float(z_loss), float(softcap)
     vocab_size = _check(x, weight, targets, vocab_size, reduction, *factors)
-    grad = torch.is_grad_enabled()
-    if weight_grad is not None:
-        refuse_buffer("linear_cross_entropy", "weight_grad")
-        _check_weight_grad(weight_grad, weight, grad)
     options = reduction, *factors, chunk_rows or 0
     tensors = x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1)
-    loss, *_ = _composed(*tensors, vocab_size, ignore_index, *options, *need, weight_grad)
+    loss, *_ = _composed(*tensors, vocab_size, ignore_index, *options, *need)
     return loss.view(targets.shape) if reduction == "none" else loss
-
-
-def _check_weight_grad(weight_grad: Tensor, weight: Tensor, grad: bool) -> None:
-    if (
-        weight_grad.dtype != wide(weight.dtype)
-        or weight_grad.shape != weight.shape
-        or weight_grad.device != weight.device
-    ):
-        raise ValueError(
-            f"linear_cross_entropy: expected a {wide(weight.dtype)} weight_grad "
-            f"{list(weight.shape)} on {weight.device}, got weight_grad={list(weight_grad.shape)} "
-            f"{weight_grad.dtype} on {weight_grad.device}; make it with "
-            f"torch.zeros_like(weight, dtype={wide(weight.dtype)})"
-        )
-    if grad and not weight.requires_grad:
-        raise ValueError(
-            "linear_cross_entropy: expected a weight that requires a gradient, got weight_grad "
-            "with weight.requires_grad=False; drop weight_grad"
-        )

@@ -161,8 +161,8 @@ def test_an_error_that_leaves_the_gpu_alone_is_of_one_kernel(monkeypatch):
     too_large = RuntimeError("CUDA error: too many resources requested for launch")
     monkeypatch.setattr(trial.OpCase, "measure", mock.Mock(side_effect=too_large))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    found = trial.proof_cases("weight_gradient", 96, "cpu", 64)
-    case = Case("cuda", "weight_gradient", torch.bfloat16, 96)
+    found = trial.proof_cases("bias_gelu", 96, "cpu", 64)
+    case = Case("cuda", "bias_gelu", torch.bfloat16, 96)
     assert "too many resources" in trial.what_is_wrong(case, found)
     other = trial.DeviceLost(case, "own/flash", "at T=64: CUDA error").proof
     assert (other.chosen, other.wrong, [peer.name for peer in other.peers]) == (OWN, "", ["flash"])
@@ -794,7 +794,7 @@ def test_a_changed_line_in_one_op_leaves_the_proofs_of_others(monkeypatch):
 
 def test_a_proof_depends_on_the_op_s_sources_and_what_they_import():
     of = {op: {str(p.relative_to(sources.KERNELS)) for p in sources.sources_of(op)} for op in (
-        *backend.OPS, "attention_masked", "weight_gradient", "keep_mask", "norm_bins"
+        *backend.OPS, "attention_masked", "keep_mask", "norm_bins"
     )}  # fmt: skip
     assert all("op.py" in files for files in of.values())
     assert {"norm/triton.py", "norm/layer_norm_configs.json", "philox.py"} <= of["layer_norm"]

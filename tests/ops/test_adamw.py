@@ -14,7 +14,7 @@ import pytest
 import torch
 from cells import sweep
 
-from fastpar.kernels import _C, Hyper, adamw, adamw_step_, adamw_step_flat_, backend, choice
+from fastpar.kernels import _C, Hyper, adamw, adamw_step_, backend, choice
 from fastpar.kernels.adamw import (
     MOMENT_BLOCK,
     decode_moment,
@@ -108,12 +108,6 @@ def step(states: list[State], mode: Mode, hypers=HYPER, **kwargs) -> None:
     adamw_step_(*(lists[name] for name in NAMES[:4]), hypers, **optional, **kwargs)
 
 
-def step_flat(state: State, ranges, mode: Mode, hypers=HYPER, **kwargs) -> None:
-    optional = {word[:-1]: state[name] for name, word in KEYWORDS.items() if name in state}
-    kwargs.setdefault("stochastic_rounding_seed", SEED if mode.master == "stochastic" else None)
-    adamw_step_flat_(*(state[name] for name in NAMES[:4]), ranges, hypers, **optional, **kwargs)
-
-
 def part(state: State, start: int, stop: int) -> State:
     def cut(name, t):
         return t[start // 256 : -(-stop // 256)] if name.endswith("scale") else t[start:stop]
@@ -168,7 +162,7 @@ def test_odd_calls():
 
 @sweep("dtype", [F32, torch.float64, BF16, F16])
 def test_torchs_kernel_skips_zeroes_scales_and_takes_tensors(dtype, monkeypatch):
-    """Where torch's fused AdamW serves, the keywords mean the same, and ranges of flat buffers."""
+    """Where torch's fused AdamW serves, the keywords mean the same."""
     exact = torch.promote_types(dtype, F32)
     state = make(50, Mode(dtype, dtype, exact, "full" if dtype in (BF16, F16) else "none", True))
     state["exp_avg"].abs_()
@@ -187,16 +181,6 @@ def test_torchs_kernel_skips_zeroes_scales_and_takes_tensors(dtype, monkeypatch)
     adamw_step_ref(*wide, **numbers, maximize=True, max_exp_avg_sqs=[before["max"].double()])
     bound = 16 * torch.finfo(exact).eps
     torch.testing.assert_close(state[names[0]].double(), wide[0][0], rtol=0, atol=bound)
-    if dtype == F32:
-        first, second = clone(before), clone(before)
-        hypers, ranges = [HYPER, HYPER._replace(lr=0.1, step=9)], [(3, 20, 1, 0), (20, 31, 0, 17)]
-        step_flat(first, [*ranges, (40, 40, 0, 0)], mode, hypers, zero_grad=True)
-        monkeypatch.setattr(backend, "choice", "auto")
-        step_flat(second, [*ranges, (40, 40, 0, 0)], mode, hypers, zero_grad=True)
-        for name, t in first.items():
-            torch.testing.assert_close(t, second[name])
-        assert not first["grad"][3:31].any()
-        assert first["grad"][31:].all()
 
 
 # Storage modes
@@ -312,13 +296,10 @@ def test_same_bits_for_any_cut_threads_and_isa(mode, isas):
     for isa in isas():
         for threads, cuts in ((1, ()), (3, (unit,)), (2, (5 * unit, 7 * unit, *far))):
             pairs = list(itertools.pairwise((0, *cuts, n)))
-            got, flat = clone(start), clone(start)
+            got = clone(start)
             pieces, firsts = [part(got, *pair) for pair in pairs], [at + a for a, _ in pairs]
             step(pieces, mode, threads=threads, first_indices=firsts)
             assert same_bits(got, expected), (isa, threads, cuts)
-            ranges = [(a, b, 0, at + a) for a, b in pairs]
-            step_flat(flat, ranges[::-1], mode, threads=threads)
-            assert same_bits(flat, expected), (isa, threads, cuts, "flat")
 
 
 def test_alignment_torture(mode):
@@ -432,7 +413,7 @@ def check(states: list[State], mode: Mode, device: str, hypers=HYPER, **kwargs) 
 
 
 def test_cuda_has_the_bits_of_the_cpu(cuda_device, mode):
-    """Sizes around blocks and chunks; each option; pieces, ranges; all kinds of alignment."""
+    """Sizes around blocks and chunks; each option; pieces; all kinds of alignment."""
     sizes = (0, 1, 7, 255, 256, 257, 2 * CHUNK + 300)
     check([make(n, mode, seed=i) for i, n in enumerate(sizes)], mode, cuda_device)
     state = make(CHUNK + 77, mode)
@@ -444,12 +425,9 @@ def test_cuda_has_the_bits_of_the_cpu(cuda_device, mode):
     n = CHUNK + 1024 + 13
     whole, expected = clone(make(n, mode), cuda_device), on_cpu([make(n, mode)], mode)[0]
     cuts = [0, 256, 512 if mode.moment == U8 else 515, CHUNK + 256, n]
-    parts = clone(whole)
-    step_flat(whole, [(a, b, 0, a) for a, b in itertools.pairwise(cuts)], mode)
-    assert same_bits(whole, expected)
-    views = [part(parts, a, b) for a, b in itertools.pairwise(cuts)]
+    views = [part(whole, a, b) for a, b in itertools.pairwise(cuts)]
     step(views, mode, first_indices=cuts[:-1])
-    assert same_bits(parts, expected)
+    assert same_bits(whole, expected)
     state = make(700, mode)
     (expected,) = on_cpu([state], mode)
     for offsets in (*({name: 1} for name in state), *(dict.fromkeys(state, n) for n in (1, 2, 4))):
@@ -675,26 +653,12 @@ REFUSALS = [  # words, changes of LISTS, options; hypers: one of them
     (r"got grads\[0\] overlapping params\[2\]",
      states(*LONG, grads=[MEMORY[:80], MEMORY[:10], torch.ones(10)])),
 ]  # fmt: skip
-FLAT = [torch.zeros(300) for _ in range(4)]
-CODES_FLAT = [*FLAT[:2], *(torch.zeros(300, dtype=U8) for _ in "mv")]
-OF_FLAT = [  # words, buffers, ranges
-    *((r"got ranges\[1\]=\(", FLAT, [(0, 0, 0, 0), wrong])
-      for wrong in ((-1, 3, 0, 0), (5, 4, 0, 0), (0, 301, 0, 0), (0, 3, 1, 0), (0, 3, 0, -1))),
-    *(("multiples of 256, got", CODES_FLAT, [wrong]) for wrong in ((5, 300, 0, 0), (0, 300, 0, 5))),
-    ("sharing|share no memory", FLAT, [(0, 10, 0, 0), (9, 12, 0, 0)]),
-    ("contiguous buffers of one dim", [t.view(10, 30) for t in FLAT], [(0, 1, 0, 0)]),
-    ("expected contig", [FLAT[0], torch.ones(1).expand(300), *FLAT[2:]], [(0, 1, 0, 0)]),
-]  # fmt: skip
 
 
 def test_what_is_refused(monkeypatch):
     for words, changes in REFUSALS:
         with pytest.raises(ValueError, match=words):
             adamw_step_(**{**LISTS, "hypers": HYPER, **changes})
-    for words, buffers, ranges in OF_FLAT:
-        scales = {name[:-1]: torch.zeros(2) for name in SCALES if buffers is CODES_FLAT}
-        with pytest.raises(ValueError, match=words):
-            adamw_step_flat_(*buffers, ranges, HYPER, **scales)
     monkeypatch.setattr(backend, "choice", "torch")
     for changes in (
         {"exp_avgs": [M[0].bfloat16()], "exp_avg_sqs": [V[0].bfloat16()]},
@@ -752,20 +716,20 @@ def test_dtypes_that_were_accepted_are_no_reason_to_look_less(name, form):
         adamw_step_(**lists, hypers=HYPER)
 
 
-def compiled(columns, *, given=15, counted=False, hyper_index=(), firsts=(), cuts=(),
-             hypers=(0.0,) * 6, tensors=(), slots=()):  # fmt: skip
+def compiled(columns, *, given=15, counted=False, hyper_index=(), firsts=(), hypers=(0.0,) * 6,
+             tensors=(), slots=()):  # fmt: skip
     """The compiled module's step of columns: params, states, counters, then gradients."""
     rows = rows_of([t for column in columns for t in column])
-    how = (hyper_index, firsts, cuts), (hypers, tensors, slots)
-    return _C.adamw_step(rows, given, counted, *how[0], *how[1], *[False] * 2, *[None] * 3, 1)
+    how = rows, given, counted, hyper_index, firsts, hypers, tensors, slots
+    return _C.adamw_step(*how, *[False] * 2, *[None] * 3, 1)
 
 
 X3, SOME = torch.zeros(3), [[torch.ones(3)] for _ in range(4)]
 OF_MODULE = [  # (words, columns, options)
-    *(("expected parts within their lists, got part 0", SOME, options)
-      for options in ({"cuts": [0, 4]}, {"cuts": [2, 1]}, {"hyper_index": [1]}, {"firsts": [-1]})),
-    *(("6 numbers per hyper, a slot per tensor and an entry per part", SOME, {name: wrong})
-      for name, wrong in (("hypers", [0.0]), ("tensors", [X3]), ("cuts", [0]), ("firsts", [0, 0]))),
+    *(("expected places within their lists, got tensor 0", SOME, options)
+      for options in ({"hyper_index": [1]}, {"firsts": [-1]})),
+    *(("6 numbers per hyper, a slot per hyper tensor and an entry per", SOME, {name: wrong})
+      for name, wrong in (("hypers", [0.0]), ("tensors", [X3]), ("firsts", [0, 0]))),
     *(("lists of equal length, got 4 tensors", SOME, {"given": given}) for given in (7, 31)),
 ]  # fmt: skip
 

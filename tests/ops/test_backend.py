@@ -59,7 +59,7 @@ RUNS = [  # machine and choice, op, device, what runs, why
       for on in ("cpu", "cuda")),
     ({"choice": "cpp"}, "attention", "cuda", "refused", "FASTPAR_BACKEND=cpp is for CPU tensors"),
     ({"choice": "triton"}, "layer_norm", "cpu", "interpreted triton: norm/triton.py", ""),
-    ({"choice": "triton"}, "pack_", "cpu", "torch", ""),
+    ({"choice": "triton"}, "sum_shards", "cpu", "torch", ""),
 ]  # fmt: skip
 
 
@@ -75,10 +75,10 @@ def test_the_report_names_only_what_can_run_and_why_not(monkeypatch):
     assert "\ncuda      no CUDA tensors here: " in text
     assert not re.search(r"triton: |\.cu\n", text)
     own = {name for name in kernels.__all__ if name[0].islower()} - {
-        "draw_key", "keep_mask", "make_key", "quantize_p", "keep_freed_memory", "gelu_mlp",
-        "activation", "rope_turns",
+        "draw_key", "keep_mask", "make_key", "quantize_p", "keep_freed_memory", "activation",
+        "rope_turns",
     }  # fmt: skip
-    assert {name.split("_qkv")[0].replace("_flat", "") for name in own} <= set(backend.OPS)
+    assert {name.split("_qkv")[0] for name in own} <= set(backend.OPS)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     _, runs = report(monkeypatch, choice="triton")
     assert runs["layer_norm", "cpu"][0] == "refused"

@@ -1,13 +1,10 @@
-"""embedding beyond the cases of kernels/cases.py: gradients added to a place, runs of tokens, ids
-outside, what is refused."""
+"""embedding beyond the cases of kernels/cases.py: runs of tokens, ids outside, what is refused."""
 
 import pytest
 import torch
 from cells import slow, sweep
 
-from fastpar.kernels import Rng, backend, dropout, embedding, make_key
-from fastpar.kernels.reference import embedding_ref
-from fastpar.testing import assert_matches_oracle
+from fastpar.kernels import Rng, dropout, embedding, make_key
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RNG = Rng(make_key(3, 5), 0)
@@ -18,34 +15,13 @@ def tables(V, positions, C, dtype=torch.float32, device="cpu"):
 
 
 def test_16_bit_gradients_of_a_frequent_token_are_summed_in_float32(place):
-    """300 terms of 1 + 1/128: bf16 sums stop growing at 256. The same where they are added: 256 +
-    (1 + 2^-8) is nearer to 258; with the sum rounded to 1 first it would stay 256."""
+    """300 terms of 1 + 1/128: bf16 sums stop growing at 256."""
     wte = torch.zeros(3, 4, dtype=torch.bfloat16, device=place, requires_grad=True)
     idx = torch.ones(1, 300, dtype=torch.int64, device=place)
     dx = torch.full((1, 300, 4), 1.0078125, dtype=torch.bfloat16, device=place)
     embedding(idx, wte).backward(dx)
     assert torch.equal(wte.grad[1].cpu(), torch.full((4,), 300 * 1.0078125).bfloat16())
     assert (wte.grad[[0, 2]] == 0).all()
-    total = torch.full((3, 4), 256.0, dtype=torch.bfloat16, device=place)
-    embedding(idx, wte, wte_grad=total).backward(torch.full_like(dx, 1 / 128))
-    assert torch.equal(total[1].cpu(), torch.full((4,), 256 + 300 / 128).bfloat16())
-    assert (total[[0, 2]] == 256).all()
-    dx = torch.tensor([1.0, 2**-8], device=place).bfloat16()[None, :, None].expand(1, 2, 4)
-    embedding(idx[:, :2] - 1, wte, wte_grad=total).backward(dx)
-    assert (total[0] == 258).all()
-
-
-def test_wte_grad_may_change_between_forward_and_backward():
-    """And gets nothing where wte is frozen."""
-    wte, wpe = tables(5, 3, 4)
-    for needed, want in ((wte, [2, 1, 1, 1, 3]), (wpe, [1] * 5)):
-        total, frozen = torch.zeros(5, 4), [t if t is needed else t.detach() for t in (wte, wpe)]
-        x = embedding(torch.tensor([[4, 0, 4]]), *frozen, wte_grad=total)
-        total += 1  # as a tied head does
-        x.sum().backward()
-        assert total.tolist() == [[n] * 4 for n in want]
-    assert wte.grad is None
-    assert wpe.grad.tolist() == [[1] * 4] * 3
 
 
 def test_nothing_int32_and_one_tensor_as_both(place):
@@ -53,13 +29,11 @@ def test_nothing_int32_and_one_tensor_as_both(place):
     for shape, c in (((0, 4), 4), ((2, 0), 4), ((1, 2), 0)):
         wte, wpe = tables(5, 6, c, device=place)
         idx = torch.zeros(shape, dtype=torch.int64, device=place)
-        for total in (None, torch.ones(5, c, device=place)):
-            x = embedding(idx, wte, wpe, wte_grad=total)
-            assert x.shape == (*shape, c)
-            x.sum().backward()
+        x = embedding(idx, wte, wpe)
+        assert x.shape == (*shape, c)
+        x.sum().backward()
         assert not wte.grad.any()
         assert not wpe.grad.any()
-        assert (total == 1).all()
     one, idx = torch.randn(5, 4, device=place), torch.tensor([[4, 0, 3]], device=place)
     assert torch.equal(embedding(idx.int(), one, one), one[idx] + one[:3])
 
@@ -71,46 +45,6 @@ def test_dropout_is_that_of_the_op_alone_and_of_the_samples_of_the_batch(place):
     whole = dropout(embedding(idx, wte, wte), 0.5, rng)
     assert torch.equal(embedding(idx, wte, wte, dropout_p=0.5, rng=rng), whole)
     assert torch.equal(embedding(idx[1:], wte, wte, dropout_p=0.5, rng=second), whole[1:])
-
-
-def added(op, p):
-    """(idx, wte, wpe, wte_grad, dx) -> wte_grad with the gradient of wte added, and that of wpe."""
-
-    def run(idx, wte, wpe, total, dx):
-        wte, wpe = (t.detach().requires_grad_() for t in (wte, wpe))
-        if op is embedding_ref:
-            x = op(idx, wte, wpe, dropout_p=p, rng=RNG)
-            dwte, dwpe = torch.autograd.grad(x, (wte, wpe), dx)
-            return total + dwte, dwpe
-        before, total = total, total.clone()
-        op(idx, wte, wpe, dropout_p=p, rng=RNG, wte_grad=total).backward(dx)
-        assert wte.grad is None
-        assert torch.equal(total[4:], before[4:])  # of ids that do not occur
-        return total, wpe.grad
-
-    return run
-
-
-WIDES = [(d, w) for d in DTYPES for w in (d, torch.float32)]
-
-
-@pytest.mark.parametrize("some", [WIDES[2:3], slow(WIDES)], ids=["a dtype", "all dtypes"])
-def test_wte_grad_gets_the_gradient_added(some, place):
-    """To rows that may lie apart."""
-    of_cpu = [*WIDES, (torch.float64, torch.float64)]
-    for dtype, wide in some if backend.choice == "triton" else of_cpu:
-        wte, wpe = tables(50, 12, 33, dtype, place)
-        idx = torch.randint(0, 2, (6, 12), dtype=torch.int32).to(place)  # more than one piece
-        dx = torch.randn(6, 12, 33).to(place, dtype)
-        total = torch.randn(50, 66).to(place, wide)[:, 33:]
-        inputs = [idx, wte.detach(), wpe.detach(), total, dx]
-        assert_matches_oracle(added(embedding, 0.0), added(embedding_ref, 0.0), inputs)
-        if dtype == torch.bfloat16:
-            x = embedding(idx, wte, wpe, dropout_p=0.3, rng=RNG)
-            want = torch.autograd.grad(x, (wte, wpe), dx)
-            zeros = torch.zeros(50, 66, dtype=dtype, device=place)[:, 33:]
-            got = added(embedding, 0.3)(idx, wte, wpe, zeros, dx)
-            assert all(map(torch.equal, got, want))
 
 
 def test_infinite_rows_stay_their_own(place):
@@ -174,11 +108,10 @@ def test_ids_outside_give_nan_and_no_gradient(triton_device, wrong):
     # With a run of them that crosses a border of the sorted list.
     idx = torch.tensor([[4, *[wrong] * 3 * PIECE, 0]], device=triton_device)
     dx = torch.ones(*idx.shape, 20, device=triton_device)
-    for add in (False, True):
-        # Rows of a larger buffer on each side: nothing may be written there.
-        around = torch.zeros(9, 20, device=triton_device)
-        embedding_triton.embedding_bwd_wte(dx, idx, None, 0, 0, around[2:7], add)
-        assert torch.equal(around[:, 0].cpu(), torch.tensor([0.0, 0, 1, 0, 0, 0, 1, 0, 0]))
+    # Rows of a larger buffer on each side: nothing may be written there.
+    around = torch.zeros(9, 20, device=triton_device)
+    embedding_triton.embedding_bwd_wte(dx, idx, None, 0, 0, around[2:7])
+    assert torch.equal(around[:, 0].cpu(), torch.tensor([0.0, 0, 1, 0, 0, 0, 1, 0, 0]))
 
 
 IDX = torch.tensor([[4, 0]])
@@ -201,12 +134,6 @@ WTE, WPE = torch.ones(5, 4), torch.ones(3, 4)
         ((IDX, WTE, WPE.half()), {}, r"expected wpe like wte .*got wpe=torch.float16"),
         *(((IDX, WTE, WPE), {"first_position": n}, rf"in \[0, 3\), got first_position={n}")
           for n in (2, -1)),
-        *(((IDX, WTE), {"wte_grad": bad}, words) for bad, words in (
-            (WTE[:, :3], r"expected wte_grad like wte \(\[5, 4\], cpu\), got wte_grad=\[5, 3\]"),
-            (WTE.to("meta"), r"got wte_grad=\[5, 4\] on meta"),
-            (WTE.half(), r"expected wte_grad of wte's dtype .*, got wte_grad=torch.float16"),
-            (torch.ones(4, 5).T, r"with contiguous rows, got wte_grad.stride\(\)=\(1, 5\)"),
-        )),
     ],
 )  # fmt: skip
 def test_what_is_refused(args, options, words):

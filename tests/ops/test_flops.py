@@ -44,8 +44,8 @@ def of_attention(case, inputs):
 
 
 PRODUCTS = {
-    *("attention", "attention_masked", "linear", "linear_fp8", "grouped_linear", "gelu_mlp"),
-    *("linear_cross_entropy", "weight_gradient", "orthogonalize"),
+    *("attention", "attention_masked", "linear", "linear_fp8", "grouped_linear"),
+    *("linear_cross_entropy", "orthogonalize"),
 }
 
 

@@ -1,4 +1,4 @@
-"""linear beyond the cases of kernels/cases.py: both GEMM libraries, places of gradients."""
+"""linear beyond the cases of kernels/cases.py: both GEMM libraries."""
 
 import itertools
 import os
@@ -202,51 +202,3 @@ def test_matmul_reads_strides_adds_bias_and_accumulates(choice, monkeypatch):
     ):  # and the roundings of the result, of the bias and of the addition
         bound = sums * of_a_sum(150) + 3 * U * want.abs().max()
         assert (got - want).abs().max() <= bound
-
-
-@sweep("dtype", [torch.bfloat16, torch.float16])
-def test_a_wide_gradient_is_not_rounded_to_16_bits(dtype, monkeypatch):
-    """As on a GPU where gradients in fp32 out of their products are proven: the error against fp64
-    is that of sums in fp32, a small part of the rounding's."""
-    monkeypatch.setattr(MODULE, "use_wide", lambda x: True)
-    x, weight, bias = make(256, 48, 32, dtype)
-    dy = torch.randn(256, 32).to(dtype)
-    exact = dy.double().t() @ x.double()
-    linear(x, weight, bias).backward(dy)
-    rounded = (weight.grad.double() - exact).abs().max()
-    asked, place, dx, dbias = [], torch.zeros(32, 48), x.grad, bias.grad
-    x.grad = weight.grad = bias.grad = None
-
-    def offer(w, node):
-        asked.append(w)
-        return place, len(asked) > 1
-
-    weight.fastpar_wide_place = offer
-    for times in (1, 2):
-        linear(x, weight, bias).backward(dy)
-        assert weight.grad is None
-        assert (place.double() - times * exact).abs().max() < rounded / 100
-    y, more = linear(x, weight, bias), dy.expand(3, *dy.shape)
-    torch.autograd.grad(y, weight, more, is_grads_batched=True, retain_graph=True)
-    torch.autograd.grad(y, weight, dy, create_graph=True)
-    assert asked == [weight, weight]  # not where several are made, or a graph
-    assert torch.equal(x.grad, 2 * dx)
-    assert torch.equal(bias.grad, 2 * dbias)
-    weight.fastpar_wide_place = lambda w, node: None
-    linear(x, weight, bias).backward(dy)
-    assert (weight.grad.double() - exact).abs().max() == rounded
-
-
-def test_when_gradients_are_wide(monkeypatch):
-    use_wide, x = MODULE.use_wide, torch.ones(2, 8, dtype=torch.bfloat16)
-    assert not use_wide(x)  # torch has the product on CUDA alone
-    monkeypatch.setattr(backend, "cuda_on_cpu", True)
-    monkeypatch.setattr(choice_module, "proofs", {})
-    assert use_wide(x)
-    assert not use_wide(x.float())
-    case = choice_module.case_of("weight_gradient", x)
-    for form in ("torch", "own"):
-        choice_module.proofs[case] = choice_module.Proof(form)
-        assert use_wide(x) == (form == "own")
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert not use_wide(x)

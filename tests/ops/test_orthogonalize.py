@@ -1,6 +1,9 @@
 """orthogonalize beyond the cases of kernels/cases.py: its other coefficients, singular values,
 layouts, hostile values."""
 
+import sys
+from unittest import mock
+
 import pytest
 import torch
 from cells import sweep
@@ -8,7 +11,9 @@ from roundings import allowed
 
 from fastpar.kernels import backend, orthogonalize
 from fastpar.kernels.cases import orthogonal_case
-from fastpar.kernels.orthogonalize import QUINTIC
+from fastpar.kernels.orthogonalize import QUINTIC, orthogonalize_each
+
+MODULE = sys.modules["fastpar.kernels.orthogonalize"]  # the function hides it
 
 
 @sweep("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -54,6 +59,25 @@ def test_hostile_values():
         assert orthogonalize(x).isnan().all()
     assert orthogonalize(torch.full((9, 9), 3e38)).isnan().all()
     assert not orthogonalize(torch.randn(5, 6).requires_grad_()).requires_grad
+
+
+def test_many_at_once_are_each_alone(monkeypatch):
+    """On a GPU's way: shapes are mixed, some lie on their side, one is zero, one is not finite. In
+    fp64 a singular value near 0 grows by up to 8.3^5 and takes its rounding along: 1e-16 * 40,000,
+    and each of some 30 products of 40 terms rounds."""
+    shapes = [(20, 30), (30, 20), (20, 30), (8, 8), (20, 30), (30, 20), (20, 30)]
+    xs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    xs[2] = xs[2] * 0
+    xs[4][1, 1] = torch.inf
+    want = [orthogonalize(x) for x in xs]
+    products = mock.Mock(side_effect=torch.bmm)
+    monkeypatch.setattr(torch, "bmm", products)
+    monkeypatch.setattr(MODULE, "at_once", lambda x: 4)
+    found = orthogonalize_each(xs)
+    assert products.call_count == 2 * 5  # of four and of two; one is alone
+    for x, got, alone in zip(xs, found, want):
+        assert got.shape == x.shape
+        torch.testing.assert_close(got, alone, rtol=0, atol=1e-16 * 8.3**5 * 30, equal_nan=True)
 
 
 @sweep(("x", "options", "words"), [

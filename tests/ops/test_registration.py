@@ -25,7 +25,7 @@ from fastpar import kernels
 from fastpar.kernels import Rng, adamw, backend, make_key, op, triton_launch
 from fastpar.kernels.adamw import Hyper
 from fastpar.kernels.cases import MAKERS
-from fastpar.kernels.global_norm import NORM_WORDS, norm_bins, norm_from_bins
+from fastpar.kernels.global_norm import norm_bins, norm_from_bins
 from fastpar.kernels.linear import _linear
 from fastpar.kernels.loss.cross_entropy import _cross_entropy_bwd
 
@@ -60,8 +60,8 @@ def by_hand(device: str) -> dict[str, list[Program]]:
     def leaf(*shape: int) -> Tensor:
         return torch.randn(shape).to(device).requires_grad_()
 
-    def embedded(wte, wpe, total):
-        y = kernels.embedding(ids, wte, wpe, rng=rng, wte_grad=total, dropout_p=0.3)
+    def embedded(wte, wpe):
+        y = kernels.embedding(ids, wte, wpe, rng=rng, dropout_p=0.3)
         return y + kernels.embedding(ids, wte * 2, wpe, first_position=1)
 
     def losses(logits):
@@ -80,20 +80,15 @@ def by_hand(device: str) -> dict[str, list[Program]]:
         last = rng._replace(first_head=7, first_row=4)
         return z, kernels.attention(*qkv.unbind(2), dropout_p=0.3, rng=last)
 
-    def head(x, w, total):
+    def head(x, w):
         each = kernels.linear_cross_entropy(x, w, targets, reduction="none")
-        return each + kernels.linear_cross_entropy(x, w, targets, weight_grad=total)
+        return each + kernels.linear_cross_entropy(x, w, targets)
 
-    def flat(scale, out, *tensors):
-        packed = out.new_empty(7)
-        kernels.pack_(packed, tensors, scale=scale)
-        kernels.sum_shards([packed, packed], out)
-        kernels.sum_shards([packed, packed], out, bins=out.new_zeros(NORM_WORDS, dtype=torch.int64))
-        kernels.accumulate_([packed], [out])
-        kernels.unpack_(tensors, packed)
+    def flat(out, *tensors):
+        kernels.sum_shards([out * 2, out], out, scale=0.5)
         bins = norm_bins(tensors)
         norms = *kernels.global_norm(tensors, max_norm=1.0), *norm_from_bins(bins, max_norm=1.0)
-        return packed, *norms
+        return out, *norms
 
     def coded(x):
         seed = None if backend.choice == "torch" else 1
@@ -124,9 +119,9 @@ def by_hand(device: str) -> dict[str, list[Program]]:
     found = {
         "losses": [(losses, [leaf(30, 104)])],
         "parts": [(parts, [leaf(6, 16), leaf(1, 6, 3, 2, 16)])],
-        "embedded": [(embedded, [leaf(5, 4), leaf(3, 4), torch.ones(5, 4, device=device)])],
-        "head": [(head, [leaf(30, 16), leaf(100, 16), torch.zeros(100, 16, device=device)])],
-        "flat": [(flat, [half, torch.empty(7), torch.randn(3), torch.randn(2, 2)])],
+        "embedded": [(embedded, [leaf(5, 4), leaf(3, 4)])],
+        "head": [(head, [leaf(30, 16), leaf(100, 16)])],
+        "flat": [(flat, [torch.ones(7), torch.randn(3), torch.randn(2, 2)])],
         "codes": [(coded, [torch.randn(700)])],
         "product": [(lambda *t: _linear(*t) * 2, [leaf(5, 12), leaf(7, 12), leaf(7)])],
         "routed": [(routed, [leaf(8, 3), leaf(8, 6)])],

@@ -17,6 +17,7 @@ from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS, QUINTIC
 from fastpar.kernels.reference import orthogonalize_ref
+from fastpar.optim import muon as muon_module
 from fastpar.optim.muon import assign
 from fastpar.sharding.placements import Replicate, Shard
 from fastpar.testing import run_ranks
@@ -125,6 +126,22 @@ def test_three_ranks_are_one_process_in_fp64(stage):
     for weights, _ in run_ranks(lambda: train(*split(3, 1, stage, FP64, **smooth), ranks=6), 3):
         for name, w in want.items():
             torch.testing.assert_close(weights[name], w, rtol=1e-12, atol=1e-14)
+
+
+def test_matrices_that_a_gpu_takes_together_step_as_one_by_one(monkeypatch):
+    """On a CPU their products are single ones: the same bits."""
+
+    def all_at_once(items, of):
+        return iter([list(items)])
+
+    for dp, dtype in ((None, FP32), (None, BF16), (1, FP32)):
+        made = []
+        for how in (muon_module._some, all_at_once):
+            monkeypatch.setattr(muon_module, "_some", how)
+            made.append(alone(dtype) if dp is None else train(*split(dp, dtype=dtype)))
+        (weights, state), (found, of_found) = made
+        assert_same(found, weights)
+        assert_same(of_found["state"], state["state"])
 
 
 @pytest.mark.parametrize("dtype", [FP64, FP32])

@@ -139,7 +139,6 @@ MORE = {  # maker of kernels/cases.py -> more of its kind
     cases.gelus: gelus,
     cases.activations: activations,
     cases.ropes: ropes,
-    cases.mlps: lambda N, C, device: [cases.mlp(N, C, last_bias=False)],
     cases.losses: losses,
     cases.shards_of_losses: shards_of_losses,
     cases.MAKERS["attention"]: attentions,

@@ -153,21 +153,9 @@ void run_adamw(const std::vector<int64_t>& sizes, int64_t offset, int threads) {
   }
 }
 
-void run_bucket(const std::vector<int64_t>& sizes, int64_t offset, int threads) {
+void run_shards(const std::vector<int64_t>& sizes, int64_t offset, int threads) {
   for (Dtype to : kDtypes) {
     for (Dtype from : kDtypes) {
-      for (bool add : {false, true}) {
-        std::vector<Memory> kept;
-        std::vector<BucketRange> ranges;
-        for (int64_t n : sizes) {
-          kept.emplace_back(n, bytes_of(to), offset);
-          void* target = kept.back().at();
-          kept.emplace_back(n, bytes_of(from), 1);
-          ranges.push_back({target, kept.back().at(), n, to, from});
-        }
-        bucket_copy(ranges.data(), static_cast<int64_t>(ranges.size()), add, {0.5F, nullptr},
-                    threads);
-      }
       for (int64_t n : sizes) {
         const int world = 3 + 10 * (n % 2);  // within a leaf of the tree, and of several levels
         std::vector<Memory> shards;
@@ -177,9 +165,7 @@ void run_bucket(const std::vector<int64_t>& sizes, int64_t offset, int threads) 
           at.push_back(shards.back().at());
         }
         Memory out(n, bytes_of(to), 1);
-        int64_t words[kNormWords] = {};
-        sum_shards(at.data(), world, out.at(), n, from, to, {0.5F, nullptr}, words, threads);
-        digest.fold(words, sizeof(words), 8);
+        sum_shards(at.data(), world, out.at(), n, from, to, 0.5F, threads);
       }
     }
   }
@@ -308,19 +294,32 @@ void run_shm(int world, int64_t n) {
 // Two elements of one thread and one of the next, where two write: what a report has to look like.
 void run_wrong(const std::string& how) {
   Memory x(8, 4);
+  const void* shard = x.at();
+  const auto sum = [&](int64_t n) {
+    sum_shards(&shard, 1, x.at(), n, Dtype::float32, Dtype::float32, 0.5F, 1);
+  };
   if (how == "overflow") {
-    const BucketRange range = {x.at(), x.at(), 9, Dtype::float32, Dtype::float32};
-    bucket_copy(&range, 1, false, {0.5F, nullptr}, 1);
+    sum(9);
   } else if (how == "race") {
-    const BucketRange range = {x.at(), x.at(), 8, Dtype::float32, Dtype::float32};
-    std::thread other([&] { bucket_copy(&range, 1, false, {0.5F, nullptr}, 1); });
-    bucket_copy(&range, 1, false, {0.5F, nullptr}, 1);
+    std::thread other([&] { sum(8); });
+    sum(8);
     other.join();
   } else if (how == "loop race") {  // one tensor twice in a list: two chunks of one loop
-    Memory large(1 << 20, 4);
-    const BucketRange range = {large.at(), large.at(), 1 << 20, Dtype::float32, Dtype::float32};
-    const BucketRange ranges[] = {range, range};
-    bucket_copy(ranges, 2, false, {0.5F, nullptr}, 2);
+    std::vector<Memory> large;
+    for (int i = 0; i < 4; ++i) large.emplace_back(1 << 20, 4);
+    AdamwRange range{};
+    range.param = large[0].at();
+    range.grad = large[1].at();
+    range.exp_avg = large[2].at();
+    range.exp_avg_sq = large[3].at();
+    range.size = 1 << 20;
+    const AdamwRange ranges[] = {range, range};
+    const AdamwHyper hyper = {1e-3,    0.9,     0.99,    1e-8,    0.1,     3,
+                              nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+    const AdamwModes modes = {Dtype::float32, Dtype::float32, Moment::float32,
+                              Master::none,   false,          false,
+                              nullptr,        nullptr,        7};
+    adamw_step(ranges, 2, &hyper, 1, modes, 2);
   } else {  // a value that fits no int
     volatile int largest = std::numeric_limits<int>::max();
     largest = largest + 1;
@@ -351,8 +350,8 @@ int main(int argc, char** argv) {
         if (threads > 1 || digest.on) sizes.push_back(140001);  // more than a chunk
         run_adamw(sizes, offset, threads);
         digest.print("adamw");
-        run_bucket(sizes, offset, threads);
-        digest.print("bucket");
+        run_shards(sizes, offset, threads);
+        digest.print("shards");
         run_norm(sizes, offset, threads);
         digest.print("norm");
         run_quantize(sizes, offset, threads);
