@@ -260,7 +260,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         about = f"{str(dtype).removeprefix('torch.')} C={C}{' dropout' if p else ''}"
         return [
             (f"fwd {about}", lambda: embedding_fwd(idx, wte, wpe, 0, *mask)),
-            (f"bwd wte {about}", lambda: embedding_bwd_wte(dx, idx, *mask, wide, True)),
+            (f"bwd wte {about}", lambda: embedding_bwd_wte(dx, idx, *mask, wide)),
             (f"bwd wpe {about}", lambda: embedding_bwd_wpe(dx, idx, *mask, T, 0)),
         ]
 
