@@ -54,7 +54,7 @@ lint: $(VENV)/dev.done  ## format, lint, types
 docs: $(VENV)/docs.done  ## a site of all guides and the public names: build/docs/site/index.html
 	$(BIN)/python .ci/docs/pages.py
 
-aot: $(VENV)/dev.done build/triton-3.6.done  ## compile every Triton kernel for sm_80 and sm_90, without a GPU: registers, spills, SASS
+aot: $(VENV)/dev.done build/triton-3.6.done  ## compile every Triton kernel for sm_80 and sm_90, the largest for sm_89 and sm_120, without a GPU: registers, spills, SASS
 	$(BIN)/python -m bench.compiler.aot $(ARGS)
 
 cuda-check: $(VENV)/dev.done  ## compile every CUDA kernel for sm_80 and sm_90a, without a GPU: registers, spills, SASS (skips without nvcc)

@@ -2,7 +2,7 @@
 
 A table is architecture -> place -> config, in a JSON file that ships with the package. Nothing is
 timed at a user's first step: `python -m bench tune` tries a table's candidates on a GPU and writes
-the winners. A GPU without its own section uses another architecture's, which the table names.
+the winners. section_of() says which section serves a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +21,16 @@ from fastpar.kernels.choice import forget_recipes
 C = TypeVar("C", bound=Any)  # a NamedTuple
 Place = tuple[Any, ...]
 TABLES: dict[str, ConfigTable] = {}  # by name: all imported tables
+# Shared memory that a program may use, for each section: A100; RTX 30 to 50; H100, H200, B200.
+SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
+
+
+def section_of(arch: int) -> int:
+    """The architecture whose section serves a compute capability (80 for 8.0). 86 is for 100 KB of
+    shared memory: 8.6, 8.9 and 12.x, and anything older than 8.0."""
+    if 90 <= arch < 120:
+        return 90
+    return 80 if arch in (80, 87) else 86
 
 
 class ConfigTable(Generic[C]):
@@ -30,9 +40,7 @@ class ConfigTable(Generic[C]):
         name: of its file <name>.json next to the module that defines kind.
         kind: of a config, a NamedTuple.
         candidates: (arch, *place) -> configs worth timing.
-        archs: compute capabilities with their own section (80 for 8.0).
         places: keys of configs below the architecture; () if there is only one.
-        part_for: compute capability -> the architecture whose section serves it.
         adapt: (arch, config) -> the config as such a GPU can run it.
     Attributes:
         get: (arch, *place) -> the config of a GPU of this compute capability.
@@ -40,12 +48,11 @@ class ConfigTable(Generic[C]):
 
     def __init__(
         self, name: str, kind: type[C], candidates: Callable[..., list[C]],
-        archs: Sequence[int] = (80, 90), places: Sequence[Place] = ((),),
-        part_for: Callable[[int], int] = lambda arch: 90 if arch >= 90 else 80,
+        places: Sequence[Place] = ((),),
         adapt: Callable[[int, C], C] = lambda arch, config: config,
     ) -> None:  # fmt: skip
         self.name, self.kind, self.places = name, kind, list(places)
-        self.archs, self.part_for, self.candidates = archs, part_for, candidates
+        self.candidates = candidates
         self.path = Path(inspect.getfile(kind)).with_name(f"{name}.json")
         self._adapt = adapt
         self._tried: dict[Place, C] = {}
@@ -56,7 +63,7 @@ class ConfigTable(Generic[C]):
     def _get(self, arch: int, *place: Any) -> C:
         config = self._tried.get(place)
         if config is None:
-            key = (self.part_for(arch), *place)
+            key = (section_of(arch), *place)
             config = self.load(self.path)[key]
         return self._adapt(arch, config)
 
@@ -79,13 +86,13 @@ class ConfigTable(Generic[C]):
     def _load(self, path: Path) -> dict[Place, C]:
         """(arch, *place) -> config, all entries of a file."""
         table = json.loads(path.read_text())
-        keys = [(arch, *place) for arch in self.archs for place in self.places]
+        keys = [(arch, *place) for arch in SHARED_BYTES for place in self.places]
         entries = (functools.reduce(operator.getitem, map(str, key), table) for key in keys)
         return {key: self.kind(**entry) for key, entry in zip(keys, entries)}
 
     def write(self, arch: int, place: Place, config: C) -> None:
         """Writes one entry of the table to its file; later calls use it."""
-        *nodes, last = map(str, (self.part_for(arch), *place))
+        *nodes, last = map(str, (section_of(arch), *place))
         table = json.loads(self.path.read_text())
         functools.reduce(operator.getitem, nodes, table)[last] = config._asdict()
         self.path.write_text(render(table))

@@ -248,6 +248,13 @@ def embedding_bwd_wpe(
     return dwpe
 
 
+AOT_EXEMPT = {
+    "_embedding_bwd_runs_kernel bwd wte float16 C=1600 dropout": {
+        "spills": "16 bytes before and after the loop, once for a token that many positions hold"
+    }
+}
+
+
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     """(label, call on meta tensors) of the variants that GPT-2 uses, for ahead-of-time checks."""
     B, T, V = 16, 1024, 50304
@@ -255,12 +262,11 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
 
     def calls(C: int, dtype: torch.dtype, p: bool) -> list[tuple[str, Callable[[], Any]]]:
         wte, wpe, dx = (meta(*shape, C, dtype=dtype) for shape in ((V,), (T,), (B, T)))
-        wide = meta(V, C, dtype=torch.float32)
         mask: tuple[Tensor | None, int, int] = (key, 0, 26) if p else (None, 0, 0)
         about = f"{str(dtype).removeprefix('torch.')} C={C}{' dropout' if p else ''}"
         return [
             (f"fwd {about}", lambda: embedding_fwd(idx, wte, wpe, 0, *mask)),
-            (f"bwd wte {about}", lambda: embedding_bwd_wte(dx, idx, *mask, wide)),
+            (f"bwd wte {about}", lambda: embedding_bwd_wte(dx, idx, *mask, wte)),
             (f"bwd wpe {about}", lambda: embedding_bwd_wpe(dx, idx, *mask, T, 0)),
         ]
 

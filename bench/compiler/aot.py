@@ -1,4 +1,5 @@
-"""Compiles every Triton launch of kernels/ for sm_80 and sm_90, without a GPU, and judges it.
+"""Compiles every Triton launch of kernels/ for sm_80 and sm_90, without a GPU, and judges it; of
+RTX 40 and 50 (sm_89, sm_120) those that use most shared memory and registers.
 
     python -m bench.compiler.aot                 all modules, both Triton versions; writes
     bench/results/aot
@@ -32,7 +33,15 @@ from pathlib import Path
 from typing import Any
 
 from bench.compiler import aot_table, sass
-from bench.compiler.aot_rules import GPUS, Broken, Row, describe, judge, stale_exemptions
+from bench.compiler.aot_rules import (
+    GPUS,
+    WHOLE,
+    Broken,
+    Row,
+    describe,
+    judge,
+    stale_exemptions,
+)
 from bench.records import ROOT, commit, parser_of
 from fastpar.comm.ranks import reason
 
@@ -40,6 +49,12 @@ MINIMUM = "3.6.0"  # what torch 2.11 comes with
 MINIMUM_FOLDER = ROOT / "build" / "triton-3.6"
 TABLE = ROOT / "bench" / "results" / "aot"
 LIMIT_S = 300.0  # for one kernel
+RTX = tuple(sorted(GPUS.keys() - {*WHOLE}))
+# Calls that are compiled for these, too, by the installed Triton.
+ON_RTX = re.compile(
+    r"D=(64|128) bf16 causal|D=128 bf16 causal dropout|bf16 768 residual|fp32 768 residual dropout|"
+    r"padded (bf16|fp32)|bwd (tanh bfloat16 C=3072|swiglu float32 C=2\*3072)"
+)
 
 
 # What there is to compile
@@ -104,12 +119,12 @@ def imported(name: str) -> Any:
 
 
 def archs(module: Any) -> tuple[int, ...]:
-    """What the module's kernels are for: AOT_ARCHS if it has that, all otherwise."""
-    return getattr(module, "AOT_ARCHS", tuple(GPUS))
+    """What the module's kernels are for: AOT_ARCHS if it has that, WHOLE otherwise."""
+    return getattr(module, "AOT_ARCHS", WHOLE)
 
 
 def collect(
-    calls: Sequence[tuple[str, Callable[[], Any]]], archs: Sequence[int] = tuple(GPUS)
+    calls: Sequence[tuple[str, Callable[[], Any]]], archs: Sequence[int] = WHOLE
 ) -> list[Job]:
     """What these calls launch on each of these architectures."""
     from fastpar.kernels.triton_launch import record
@@ -216,6 +231,7 @@ def measure(job: Job, compiled: Any) -> Row:
         "waits": sum(i.opcode.startswith("WARPGROUP.DEPBAR") for i in code),
         "groups": compiled.asm["ptx"].count("wgmma.commit_group"),
         "e4m3_products": len(re.findall(r"mma(?:_async)?\.sync\S*\.e4m3", compiled.asm["ptx"])),
+        "staged": ttir.count("tt.num_stages"),  # loops that ask for copies ahead
         "ldgsts": sass.count(code, "LDGSTS"),
         "tma": sass.count(code, "UTMALDG", "UTMASTG", "UBLKCP"),
         "mufu": sass.count(code, "MUFU"),
@@ -282,7 +298,10 @@ def work(names: Sequence[str], processes: int) -> Row:
         try:
             module = imported(name)
             exempt[name] = getattr(module, "AOT_EXEMPT", {})
-            jobs += collect(module.aot_calls(), archs(module))
+            calls = module.aot_calls()
+            jobs += collect(calls, archs(module))
+            if archs(module) == WHOLE and triton.__version__ != MINIMUM:
+                jobs += collect([call for call in calls if ON_RTX.fullmatch(call[0])], RTX)
         except Exception as error:
             errors.append(f"{name} triton {triton.__version__}: records: {reason(error)}")
     for job in jobs:

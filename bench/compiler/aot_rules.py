@@ -39,7 +39,9 @@ class Gpu:
 GPUS = {
     80: Gpu(shared_per_cta=163 * 1024, shared_per_sm=164 * 1024),
     90: Gpu(shared_per_cta=227 * 1024, shared_per_sm=228 * 1024),
+    **dict.fromkeys((89, 120), Gpu(99 * 1024, 100 * 1024, warps=48, ctas=24)),
 }
+WHOLE = (80, 90)  # every launch is compiled for these
 
 EIGHT_BITS = ("f8E4M3FN", "f8E5M2")  # dots of these
 
@@ -73,7 +75,7 @@ def atomics(row: Row) -> str | None:
 def tensor_cores(row: Row) -> str | None:
     if not set(row["dots"]) & {"bf16", "f16", *EIGHT_BITS}:
         return None  # fp32 products stay exact: FFMA
-    wanted = "hgmma" if row["arch"] >= 90 else "hmma"
+    wanted = "hgmma" if 90 <= row["arch"] < 120 else "hmma"
     return None if row[wanted] else f"tl.dot of {'/'.join(row['dots'])} without {wanted.upper()}"
 
 
@@ -101,6 +103,12 @@ def waits(row: Row) -> str | None:
     return f"{n} waits for {groups} groups of products" if n > groups else None
 
 
+def copies_ahead(row: Row) -> str | None:
+    """Triton leaves the loads of a loop with num_stages as they are where it cannot copy them."""
+    lost = row["staged"] and not row["ldgsts"] + row["tma"]
+    return f"{row['staged']} loops with num_stages, but no asynchronous copy" if lost else None
+
+
 def _mostly_narrow(row: Row, what: str) -> str | None:
     """Where a memory kernel moves tiles; single numbers (a key, a row's mean) are as they are."""
     wide, narrow = row[f"wide_{what}_bytes"], row[f"narrow_{what}_bytes"]
@@ -121,6 +129,7 @@ RULES: dict[str, Callable[[Row], str | None]] = {
     "products in flight": products,
     "pipelined products": pipelined,
     "waits for products": waits,
+    "copies ahead": copies_ahead,
     "16-byte loads": lambda row: _mostly_narrow(row, "load"),
     "16-byte stores": lambda row: _mostly_narrow(row, "store"),
 }

@@ -18,7 +18,7 @@ COUNTS = (
     "stack_bytes", "spill_instructions", "loop_spills", "shared_bytes", "ctas_per_sm",
     "loop_instructions", "tile_loads", "tile_stores", "wide_loads", "narrow_loads",
     "wide_load_bytes", "narrow_load_bytes", "wide_stores", "narrow_stores", "wide_store_bytes",
-    "narrow_store_bytes", "hmma", "hgmma", "waits", "groups", "e4m3_products", "ldgsts",
+    "narrow_store_bytes", "hmma", "hgmma", "waits", "groups", "e4m3_products", "staged", "ldgsts",
     "tma", "mufu", "loop_mufu", "overlapped_mufu", "product_writes", "float_atomics",
 )  # fmt: skip
 LEGEND = """\

@@ -34,7 +34,7 @@ from fastpar.comm.ranks import reason
 from fastpar.doctor.trial import DEFAULT_ROWS, Way, time_ways, warm, what_is_wrong
 from fastpar.kernels.cases import proof_cases
 from fastpar.kernels.choice import OWN, Case, trying
-from fastpar.kernels.config_table import TABLES, ConfigTable
+from fastpar.kernels.config_table import SHARED_BYTES, TABLES, ConfigTable
 from fastpar.settings.model import GPTConfig
 
 CHECKED_ROWS = 200  # a multiple of no tile, and more than one
@@ -120,7 +120,7 @@ def choose(listed: Sequence[Entry], only: Sequence[str], alternative: str) -> li
             f"tune: expected a part of a place's name, got names={' '.join(only)}; one of "
             f"{'; '.join(e.name for e in listed)}"
         )
-    able = [e for e in found if any(alternative in n for a in e.table.archs for n in e.configs(a))]
+    able = [e for e in found if any(alternative in n for a in SHARED_BYTES for n in e.configs(a))]
     if not able:
         raise ValueError(
             f"tune: expected a part of a config's name, got alternative={alternative}: no place "
@@ -200,7 +200,7 @@ class Session:
         self.found[entry.name] = outcome
         if self.write and outcome.ms:
             config = entry.configs(self.arch)[outcome.chosen]
-            if self.arch not in entry.table.archs:
+            if self.arch not in SHARED_BYTES:
                 print(f"not written: {entry.table.path.name} has no part for sm_{self.arch}")
             elif config != entry.table.get(self.arch, *entry.place):
                 entry.table.write(self.arch, entry.place, config)

@@ -29,8 +29,9 @@ from fastpar.kernels.op import check_float, check_vector, define_autograd, defin
 
 class Config(NamedTuple):
     """Tile and occupancy of one architecture. Bandwidth times latency, by the data sheets: an H200
-    needs about 25 KB in flight per multiprocessor, an A100 12 KB. A program of backward loads 8 KB
-    at a time with 2048 elements; its 80 to 96 registers per thread let five be resident."""
+    needs about 25 KB in flight per multiprocessor, an A100 12 KB. A program of backward has 8 KB in
+    flight all the time with 2048 elements; its 72 to 96 registers per thread let five be
+    resident."""
 
     tile: int  # elements a program has in flight
     num_warps: int

@@ -216,10 +216,7 @@ class Mask(NamedTuple):
     kept: int  # 1: as bits, from forward to backward; 0: drawn again
 
 
-BITS = ConfigTable(
-    "attention_bits", Mask, lambda arch: [Mask(0), Mask(1)],
-    part_for=lambda arch: 90 if 90 <= arch < 120 else 80,
-)  # fmt: skip
+BITS = ConfigTable("attention_bits", Mask, lambda arch: [Mask(0), Mask(1)])
 
 
 def bits_shape(B: int, H: int, T: int, Tk: int) -> tuple[int, int, int, int]:

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpar.kernels.config_table import ConfigTable
+from fastpar.kernels.config_table import SHARED_BYTES, ConfigTable, section_of
 
 KERNELS = ("fwd", "bwd_dq", "bwd_dkdv")
 HEAD_DIMS = (16, 32, 64, 128)  # padded to a power of 2
 VARIANTS = ("plain", "dropout", "bits", "fp32")  # bits: of the mask, kept; fp32: any mask or none
-SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}  # a program may use
 
 
 class Config(NamedTuple):
@@ -31,14 +30,6 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     load: str  # "tma": K, V (Q, dO) by Hopper's tensor memory accelerator if alignment allows
-
-
-def table_for(arch: int) -> int:
-    """The architecture whose section serves a compute capability (80 for 8.0). 86 is for 100 KB of
-    shared memory: 8.6, 8.9 and 12.x, and anything older than 8.0."""
-    if 90 <= arch < 120:
-        return 90
-    return 80 if arch in (80, 87) else 86
 
 
 def padded(D: int) -> int:
@@ -74,14 +65,14 @@ def candidates(arch: int, kernel: str, head_dim: int, variant: str) -> list[Conf
             continue
         for num_stages in (1, 2, 3):
             rows = owned * n_scores + 2 * walked * num_stages
-            if rows * head_dim * element_bytes <= SHARED_BYTES[table_for(arch)]:
+            if rows * head_dim * element_bytes <= SHARED_BYTES[section_of(arch)]:
                 found += [Config(block_q, block_k, num_warps, num_stages, x) for x in loads]
     return found
 
 
 TABLE = ConfigTable(
-    "attention_configs", Config, candidates, tuple(SHARED_BYTES),
-    list(itertools.product(KERNELS, HEAD_DIMS, VARIANTS)), table_for,
+    "attention_configs", Config, candidates,
+    list(itertools.product(KERNELS, HEAD_DIMS, VARIANTS)),
     lambda arch, config: config if arch == 90 else config._replace(load="ptr"),
 )  # fmt: skip
 get_config = TABLE.get  # (arch, kernel, padded head dim, variant) -> Config

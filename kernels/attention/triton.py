@@ -630,6 +630,10 @@ _SPILLS = {
 AOT_EXEMPT = {
     "_attention_bwd_dkdv_kernel *dropout": _SPILLS,
     "_attention_bwd_dkdv_kernel *dropout of later rows": _SPILLS,
+    "_attention_bwd_dkdv_kernel D=128 bf16 causal, 4 key heads": {
+        "spills": "at most 72 bytes once a head, none inside the loops; the tile that spills "
+        "nothing takes 1.3 times the instructions"
+    },
 }
 
 
@@ -678,6 +682,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         ("D=64 bf16 causal varlen dropout", call(varlen=True, dropout=True)),
         ("D=128 bf16 causal", call(D=128)),
         ("D=128 bf16 causal dropout", call(D=128, dropout=True)),
+        ("D=128 bf16 causal, 4 key heads", call(D=128, kv_heads=4)),
         ("D=80 bf16 causal", call(D=80)),
         ("D=32 bf16 causal, 4 key heads", call(D=32, kv_heads=4)),
     ]

@@ -16,8 +16,8 @@ would be exchanged through shared memory.
     forward 1600         24 warps x 3200 bytes = 77 KB, 16
     backward 768         12 rows x 3 KB = 37 KB, 20;  with three sums 8 rows x 4.6 KB = 37 KB, 23
     backward 1600        4 rows x 6.4 KB = 26 KB, 22; with three sums 3 rows x 9.6 KB = 29 KB, 27
-Backward's bytes are in flight all the time: a program loads its next rows before it works on the
-current ones, and holds them in their storage format.
+Backward's bytes are in flight all the time: a program copies its next rows to shared memory while
+it works on the current ones (num_stages=3: of two turns, the copies of one are under way).
 
 [Note: backward] A fixed number of programs, as many as an SM holds at once, walks over the rows and
 keeps its partials of dweight, dbias and dx_bias in registers; a second kernel adds them in order.
@@ -41,6 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastpar.kernels.config_table import SHARED_BYTES, section_of
 from fastpar.kernels.norm import TABLE, Config
 from fastpar.kernels.philox import MaskBlock, mask_shape
 from fastpar.kernels.philox_triton import philox_words
@@ -287,34 +288,6 @@ def layer_norm_fwd(
     return y, total, stats
 
 
-@triton.jit
-def _bwd_rows(
-    dy_ptr, given_ptr, x_ptr, stats_ptr, stride_dy_row, stride_given_row, stride_x_row, rows, n,
-    first_col, C: tl.constexpr, CHUNK: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr,
-    RMS: tl.constexpr,
-):  # fmt: skip
-    """What backward reads of these rows, by chunks, in the types it is stored in."""
-    inside = rows < n
-    starts = rows.to(tl.int64)[:, None]
-    dys, given, xs = (), (), ()
-    for k in tl.static_range(K):
-        cols = first_col + k * CHUNK + tl.arange(0, CHUNK)
-        ok = inside[:, None]
-        if not (WHOLE and (k + 1) * CHUNK <= C):
-            ok = ok & (cols < C)[None, :]
-        cols = cols[None, :]
-        dys = dys + (tl.load(dy_ptr + starts * stride_dy_row + cols, mask=ok, other=0.0),)
-        xs = xs + (tl.load(x_ptr + starts * stride_x_row + cols, mask=ok, other=0.0),)
-        if given_ptr is not None:
-            at = given_ptr + starts * stride_given_row + cols
-            given = given + (tl.load(at, mask=ok, other=0.0),)
-    rstd = tl.load(stats_ptr + rows, mask=inside, other=0.0)[:, None]
-    mean = rstd
-    if not RMS:
-        mean = tl.load(stats_ptr + (n + rows), mask=inside, other=0.0)[:, None]
-    return dys, given, xs, mean, rstd
-
-
 @triton.jit(do_not_specialize=["n"])
 def _layer_norm_bwd_rows_kernel(
     dy_ptr, x_ptr, weight_ptr, stats_ptr, slope_ptr, offset_ptr, stride_dy_row, stride_x_row, n,
@@ -365,36 +338,36 @@ def _layer_norm_bwd_kernel(
         dx_bias = dx_bias + (tl.zeros([ROWS, CHUNK], tl.float32),)
 
     step = tl.num_programs(0) * ROWS
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    dys, given, xs, mean, rstd = _bwd_rows(
-        dy_ptr, given_ptr, x_ptr, stats_ptr, stride_dy_row, stride_given_row, stride_x_row, rows, n,
-        first_col, C, CHUNK, K, WHOLE, RMS,
-    )  # fmt: skip
-    for first in range(tl.program_id(0) * ROWS, n, step):
+    for first in tl.range(tl.program_id(0) * ROWS, n, step, num_stages=3):
         rows = first + tl.arange(0, ROWS)
-        next_dys, next_given, next_xs, next_mean, next_rstd = _bwd_rows(
-            dy_ptr, given_ptr, x_ptr, stats_ptr, stride_dy_row, stride_given_row, stride_x_row,
-            rows + step, n, first_col, C, CHUNK, K, WHOLE, RMS,
-        )  # fmt: skip
         ok = (rows < n)[:, None]
         starts = rows.to(tl.int64)[:, None]
+        rstd = tl.load(stats_ptr + rows, mask=rows < n, other=0.0)[:, None]
+        if not RMS:
+            mean = tl.load(stats_ptr + (n + rows), mask=rows < n, other=0.0)[:, None]
         slope = tl.zeros([ROWS, CHUNK], tl.float32)
         offset = tl.zeros([ROWS, CHUNK], tl.float32)
         normals, gs, new_dweight, new_dbias = (), (), (), ()
         for k in tl.static_range(K):
             cols = first_col + k * CHUNK + tl.arange(0, CHUNK)
-            normal = xs[k].to(tl.float32)
+            x = load_rows(x_ptr, starts * stride_x_row, cols, ok, C, WHOLE and (k + 1) * CHUNK <= C)
+            normal = x.to(tl.float32)
             if not RMS:
                 normal = normal - mean
             normal = normal * rstd
-            dy = dys[k].to(tl.float32)
+            dy = load_rows(
+                dy_ptr, starts * stride_dy_row, cols, ok, C, WHOLE and (k + 1) * CHUNK <= C
+            ).to(tl.float32)
             if weight_ptr is not None:
                 new_dweight = new_dweight + (dweight[k] + dy * normal,)
             if DBIAS:
                 new_dbias = new_dbias + (dbias[k] + dy,)
             g = dy
             if weight_ptr is not None:
-                g = dy * load_vector(weight_ptr, rows, cols, C, WHOLE and (k + 1) * CHUNK <= C)
+                weight = tl.zeros([ROWS, CHUNK], tl.float32)
+                if first < n:  # always; what is in an `if` the pipeline leaves in L1
+                    weight = load_vector(weight_ptr, rows, cols, C, WHOLE and (k + 1) * CHUNK <= C)
+                g = dy * weight
             slope += g * normal
             offset += g
             normals = normals + (normal,)
@@ -418,7 +391,10 @@ def _layer_norm_bwd_kernel(
                 d = d - offset
             d = d * rstd
             if given_ptr is not None:
-                d += given[k].to(tl.float32)
+                d += load_rows(
+                    given_ptr, starts * stride_given_row, cols, ok, C,
+                    WHOLE and (k + 1) * CHUNK <= C,
+                ).to(tl.float32)  # fmt: skip
             store_rows(dsum_ptr, starts * C, cols, ok, d, C, WHOLE and (k + 1) * CHUNK <= C)
             if key_ptr is not None:
                 d = drop(
@@ -431,7 +407,6 @@ def _layer_norm_bwd_kernel(
                 new_dx_bias = new_dx_bias + (dx_bias[k] + d,)
         if DX_BIAS:
             dx_bias = new_dx_bias
-        dys, given, xs, mean, rstd = next_dys, next_given, next_xs, next_mean, next_rstd
 
     programs = tl.num_programs(0)
     WEIGHT: tl.constexpr = weight_ptr is not None
@@ -475,18 +450,20 @@ _WIDE = 4096  # rows that backward reads twice
 
 @functools.cache
 def bwd_tile_of(
-    C: int, itemsize: int, sums: int, tensors: int, rms: bool, how: Config
+    C: int, itemsize: int, sums: int, tensors: int, masked: bool, arch: int, how: Config
 ) -> tuple[Tile, int, int]:
     """(tile, programs that an SM holds at once, registers per thread for that). The limits on live
-    values come from ptxas's reports: with them nothing spills."""
-    # The sums; what is made of x and dy; the next row, most of it packed as it is stored.
-    each = sums + (3.1 if rms else 2) + 1.2 * tensors * itemsize / 4
-    tile = tile_of(C, itemsize, min(how.bwd_values, int(164 / each)), how.num_warps)
+    values, the sums and what is made of x and dy, come from ptxas's reports: nothing spills."""
+    limit = min(how.bwd_values, 192 // (itemsize * tensors))  # 48 KB for two turns of four warps
+    tile = tile_of(C, itemsize, limit, how.num_warps)
     if C % tile.chunk:  # the mask of the last chunk is live, too
-        tile = tile_of(C, itemsize, min(how.bwd_values, int(160 / each)), how.num_warps)
-    live = cdiv(C, tile.chunk) * tile.side * each
-    groups, registers = (4, 128) if live <= 89 else (3, 168) if live <= 125 else (2, 255)
-    return tile, max(1, groups * 4 // tile.num_warps), registers
+        tile = tile_of(C, itemsize, min(limit, 116 // (sums + 2)), how.num_warps)
+    values = cdiv(C, tile.chunk) * tile.side
+    groups = (4 if values * (sums + 2) <= 96 else 3) - masked  # of four warps
+    groups = min(
+        groups, SHARED_BYTES[section_of(arch)] // (256 * values * itemsize * tensors + 1280)
+    )
+    return tile, max(1, groups * 4 // tile.num_warps), {4: 128, 3: 168}.get(groups, 255)
 
 
 class BwdPlan(NamedTuple):
@@ -503,13 +480,14 @@ class BwdPlan(NamedTuple):
 @functools.lru_cache(4096)
 def _bwd_plan(
     shape: tuple[int, ...], itemsize: int, weight: bool, bias: bool, x_bias: bool, given: bool,
-    rms: bool, masked: bool, sample_rows: int | None, place: tuple[int, ...], how: Config, sms: int,
+    rms: bool, masked: bool, sample_rows: int | None, place: tuple[int, ...], arch: int, sms: int,
 ) -> BwdPlan:  # fmt: skip
     """weight, bias, x_bias: whether their gradients are requested; given: whether dtotal is."""
     *rows, C = shape
     n, sums, blocks = math.prod(rows), weight + bias + x_bias, cdiv(C, _WIDE)
     width = cdiv(C, blocks)
-    tile, programs, registers = bwd_tile_of(width, itemsize, sums, 2 + given, rms, how)
+    how = TABLE.get(arch)
+    tile, programs, registers = bwd_tile_of(width, itemsize, sums, 2 + given, masked, arch, how)
     programs = min(cdiv(n, tile.rows), cdiv(programs * sms, blocks))
     wide = None if blocks == 1 else tile_of(C, itemsize, how.fwd_values, how.num_warps)
     constants = {"C": C, "CHUNK": tile.chunk, "K": cdiv(width, tile.chunk), "ROWS": tile.rows}
@@ -530,7 +508,7 @@ def layer_norm_bwd(
     plan = _bwd_plan(
         x.shape, x.element_size(), weight is not None, bias_dtype is not None,
         x_bias_dtype is not None, dtotal is not None, rms, key is not None, sample_rows,
-        tuple(place), TABLE.get(gpu_arch(device)), sm_count(device),
+        tuple(place), gpu_arch(device), sm_count(device),
     )  # fmt: skip
     n = plan.n
     dsum = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -603,6 +581,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         ("bf16 1024", call(1024)),
         ("bf16 1280 residual", call(1280, residual=True)),
         ("bf16 1600", call(1600)),
+        ("bf16 768 residual", call(768, residual=True)),
         ("bf16 768 residual dropout", call(768, residual=True, dropout=True)),
         ("bf16 1600 residual dropout", call(1600, residual=True, dropout=True)),
         ("fp16 768 rms", call(768, f16, rms=True)),

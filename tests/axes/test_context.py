@@ -13,11 +13,7 @@ from torch import nn
 from fastpar import GPT, GPTConfig, Mesh, parallelize, pipeline_step
 from fastpar.axes.context import keys
 from fastpar.axes.context.keys import attend_keys, pieces, planned
-from fastpar.axes.context.sequences import (
-    ContextParallel,
-    to_heads,
-    to_tokens,
-)
+from fastpar.axes.context.sequences import ContextParallel, to_heads, to_tokens
 from fastpar.comm.transports import TorchCollectives
 from fastpar.engine.debug import Debug
 from fastpar.kernels import Rng, attention_qkvpacked, make_key

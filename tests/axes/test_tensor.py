@@ -3,7 +3,6 @@ whole, and what is under way beside which product."""
 
 import copy
 import functools
-import itertools
 import pickle
 from types import SimpleNamespace
 from unittest import mock
@@ -127,53 +126,7 @@ def whole_inputs(dtype, dims):
     return [random(*shape, seed=1 + i, dtype=dtype) for i, shape in enumerate(shapes)]
 
 
-def both_layers(sp, whole, strided, needed):
-    """One rank's y and the gradients that are needed."""
-    tp, tokens = make(sp), -2 if sp else None
-    dims = (tokens, 0, 0, 1, None, tokens)  # along which a rank has a slice
-    parts = [t if dim is None else slices(t, dim)[tp.rank] for t, dim in zip(whole, dims)]
-    if strided:
-        parts = [t.mT.contiguous().mT if t.dim() > 1 else t for t in parts]
-    *leaves, dy = (t.clone() for t in parts)
-    x, w, b, v, c = (t.requires_grad_(n) for t, n in zip(leaves, needed))
-    y = row_linear(column_linear(x, w, b, tp), v, c, tp)
-    if any(needed):
-        y.backward(dy)
-    assert all(map(torch.equal, (*leaves, dy), parts))
-    return y.detach(), *(t.grad for t in leaves)
-
-
-def joined(sp, results):
-    """y and gradients of all ranks; what each has whole has the same bits."""
-    tokens = -2 if sp else None
-    for values, dim in zip(zip(*results), (tokens, tokens, 0, 0, 1, "sum" if sp else None)):
-        if values[0] is None or dim is None:
-            assert all(v is None or torch.equal(v, values[0]) for v in values)
-            yield values[0]
-        else:
-            yield sum(values) if dim == "sum" else torch.cat(values, dim)
-
-
 sequence = sweep("sp", [True, False])
-
-
-@sequence
-def test_a_column_and_a_row_layer_match_the_whole_ones(sp):
-    """Each dtype, number of dimensions and order of memory; only the gradients that are needed."""
-    cases = [(*case, (True,) * 5) for case in itertools.product(DTYPES, (2, 3), (False, True))]
-    some = itertools.product([True, False], repeat=5)
-    for dtype, dims, strided, needed in (*cases, *((torch.float64, 2, False, n) for n in some)):
-        whole = whole_inputs(dtype, dims)
-        y, *grads = joined(sp, run_ranks(both_layers, RANKS, sp, whole, strided, needed))
-        *leaves, dy = (t.double() for t in whole)
-        x, w, b, v, c = (t.requires_grad_() for t in leaves)
-        expected = F.linear(F.linear(x, w, b), v, c)
-        expected.backward(dy)
-        assert_close(y, expected.detach(), dtype)
-        for grad, leaf, need in zip(grads, leaves, needed):
-            assert (grad is not None) == need
-            if need:
-                assert_close(grad, leaf.grad, dtype)
 
 
 @sequence

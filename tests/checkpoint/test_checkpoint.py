@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ from fastpar.checkpoint.saver import Saver, save_checkpoint
 from fastpar.data.tokenizer import make_tokenizer
 from fastpar.files.runs import list_checkpoints, point_latest
 from fastpar.files.tensor_file import STORED
-from fastpar.optim.schedule import DynamicLossScale, param_groups
+from fastpar.optim.schedule import param_groups
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=131, dropout=0.1)
@@ -208,115 +209,6 @@ def test_a_part_of_a_model_and_another_dropout(tmp_path):
     assert all(torch.equal(p, kept[n]) for n, p in model.named_parameters() if n in kept)
     smaller, _ = make(replace(CONFIG, n_layer=1))
     assert len(load_checkpoint(path, model=smaller, strict=False)["unexpected"]) == len(kept)
-
-
-class Partly(nn.Module):
-    """A layer that is used, and one that never gets a gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.unused, self.head = nn.Linear(24, 24), nn.Linear(24, 24)
-
-
-PARTLY = {
-    "AdamW": lambda params: AdamW(params, lr=0.1, master_weights=True),
-    "Muon": lambda params: Muon(
-        [{"params": [p]} if p.dim() == 2 else {"params": [p], "adamw": True} for p in params]
-    ),
-    "Sharded": lambda params: Sharded(torch.optim.RAdam, params, master_weights=True),
-}
-
-
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
-@sweep(
-    ["kind", "head_alone", "dtype"],
-    [
-        ("AdamW", False, torch.float32),
-        ("Muon", True, torch.float32),
-        ("Sharded", False, torch.float32),
-        ("AdamW", True, torch.float16),
-    ],
-)
-def test_a_parameter_without_state_has_none_after_a_load(
-    tmp_path, ranks, stage, kind, head_alone, dtype
-):
-    """It never had a gradient, or the optimizer does not have it: the run goes on in its bits."""
-
-    def start(seed, both):
-        torch.manual_seed(seed)
-        model = Partly().to(dtype)
-        parallelize(model, Mesh(device="cpu"), zero_stage=stage)
-        optimizer = PARTLY[kind]([*(model.head if head_alone else model).parameters()])
-        return model, optimizer, [model.head, *[model.unused] * both]
-
-    def step(model, optimizer, used):
-        x = torch.linspace(-1, 1, 24, dtype=dtype)[None]
-        for layer in used:
-            x = layer(x)
-        x.square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def work():
-        made = start(1, False)
-        for _ in range(3):
-            step(*made)
-        path = save(tmp_path / "a", made)
-        step(*made)
-        third = save(tmp_path / "b", made, step=3)
-        again = start(2, not head_alone)  # with state to be dropped
-        step(*again)
-        load_checkpoint(path, model=again[0], optimizer=again[1])
-        assert not again[1].state.get(again[0].unused.weight)
-        same = save(tmp_path / "c", again)
-        step(*again[:2], [again[0].head])
-        return path, same, third, save(tmp_path / "d", again, step=3)
-
-    path, same, third, resumed = run_ranks(work, ranks)[0]
-    assert bits(path) == bits(same) != bits(third) == bits(resumed)
-
-
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
-def test_fp16_goes_on(tmp_path, ranks, stage):
-    """In the same bits: masters, moments, the loss scale, and a step that was skipped."""
-
-    def start(seed):
-        mesh = Mesh(device="cpu")
-        return (*make(form="fp16-master", seed=seed, steps=0, mesh=mesh, stage=stage), scale_of())
-
-    def scale_of():
-        return DynamicLossScale(2.0**17, growth_interval=2)
-
-    def train(model, optimizer, scale, steps):
-        skipped = 0
-        for i in steps:
-            ids = torch.randint(131, (2, 9), generator=torch.Generator().manual_seed(i))
-            loss = model(ids[:, :-1], ids[:, 1:], rng_key=torch.tensor([1, i]))
-            (loss * scale.scale).backward()
-            optimizer.grad_scale = scale.scale
-            optimizer.step()
-            optimizer.zero_grad()
-            skipped += optimizer.skipped
-            scale.update(optimizer.skipped)
-        return skipped
-
-    def work():
-        made, again = start(1), start(2)
-        skipped = train(*made, range(8))
-        path = save(tmp_path / "a", made[:2], scale=made[2].state_dict())
-        train(*made, range(8, 14))
-        train(*again, range(3))
-        again = (*again[:2], scale_of())
-        state = load_checkpoint(path, model=again[0], optimizer=again[1])
-        again[2].load_state_dict(state["scale"])
-        train(*again, range(8, 14))
-        ends = [save(tmp_path / name, one[:2]) for name, one in (("b", made), ("c", again))]
-        return skipped, made[2].state_dict() == again[2].state_dict(), ends
-
-    skipped, same_scale, (end, resumed) = run_ranks(work, ranks)[0]
-    assert 0 < skipped < 8  # both happened
-    assert same_scale
-    assert bits(end) == bits(resumed)
 
 
 class Extra(nn.Linear):
@@ -602,6 +494,27 @@ class Odd(nn.Module):
         return self.transformer.h(self.transformer.norm(x)) * self.scale + self.empty.sum()
 
 
+class Partly(nn.Module):
+    """A layer that is used, and one that never gets a gradient, or is no optimizer's."""
+
+    def __init__(self, kind, head_alone=False, dtype=torch.float32):
+        super().__init__()
+        self.unused, self.head = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.kind, self.head_alone, self.uses_all = kind, head_alone, False
+        self.to(dtype)
+
+    def optimizer(self):
+        return self.kind([*(self.head if self.head_alone else self).parameters()])
+
+    def forward(self, idx):
+        x = torch.linspace(-1, 1, 24, dtype=self.head.weight.dtype)[None]
+        return self.head(self.unused(x) if self.uses_all else x)
+
+
+def muon(params):
+    return Muon([{"params": [p], "adamw": p.dim() != 2} for p in params])
+
+
 def hugging(name, config, **sizes):
     def build():
         library = transformers()
@@ -622,14 +535,19 @@ MODELS = {
     "GPT-J": hugging("GPTJForCausalLM", "GPTJConfig", **{**GPT2, "rotary_dim": 4}),
     "Falcon": hugging("FalconForCausalLM", "FalconConfig", **FALCON),
     "any module": Odd,
+    "unused": lambda: Partly(partial(AdamW, lr=0.1, master_weights=True)),
+    "unused, Sharded": lambda: Partly(partial(Sharded, torch.optim.RAdam, master_weights=True)),
+    "no optimizer's, Muon": lambda: Partly(muon, True),
+    "no optimizer's, fp16": lambda: Partly(partial(AdamW, master_weights=True), True, torch.half),
 }
-CHEAP = ("nanoGPT", "any module")
+CHEAP = ("nanoGPT", "any module", *[*MODELS][-4:])
 
 
 def start(build, stage, seed):
     torch.manual_seed(seed)
     model = parallelize(build(), Mesh(device="cpu"), zero_stage=stage)
-    return model, AdamW(model.parameters(), lr=1e-2)
+    partly = isinstance(model, Partly)
+    return model, model.optimizer() if partly else AdamW(model.parameters(), lr=1e-2)
 
 
 def step(model, optimizer, seed):
@@ -645,7 +563,8 @@ def step(model, optimizer, seed):
 
 
 def goes_on(build, folder, stage):
-    """Two steps, a checkpoint, a third; and the third from the checkpoint, in another model."""
+    """Two steps, a checkpoint, a third; and the third from the checkpoint, in another model that
+    has state, also where the checkpoint has none."""
     made = start(build, stage, seed=1)
     for i in range(2):
         step(*made, i)
@@ -653,6 +572,9 @@ def goes_on(build, folder, stage):
     step(*made, 2)
     third = save(folder / "b", made, step=3)
     again = start(build, stage, seed=2)
+    again[0].uses_all = not getattr(again[0], "head_alone", True)
+    step(*again, 9)
+    again[0].uses_all = False
     assert load_checkpoint(saved, model=again[0], optimizer=again[1])["step"] == 2
     same = save(folder / "c", again)
     step(*again, 2)

@@ -289,8 +289,7 @@ def skips(op, timeout_s):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("op", "world_size"),
-    [("all_reduce", 2), slow("reduce_scatter", 3), slow("all_gather", 3)],
+    ("op", "world_size"), [("all_reduce", 2), slow("reduce_scatter", 3), slow("all_gather", 3)]
 )
 def test_a_rank_that_skips_is_an_error_on_every_other(op, world_size):
     options = {"timeout_s": 60, "return_exceptions": True}

@@ -401,62 +401,28 @@ def saves_alone(loop):
 
 
 BEGIN = "Engine: ranks differ: rank 1 begins "
+DROPPED = r"Engine: the token count does not match the gradients \({}.*; call zero_grad"
 REFUSED = [
-    *(
-        (
-            dropped_count(some, how),
-            rf"Engine: the token count does not match the gradients \({got}.*; call zero_grad",
-            (0, 2),
-            {"split": halves},
-        )
-        for some, got in (
-            (False, "zero_grad.. dropped"),
-            (True, "zero_grad.. of some parameters came after"),
-        )
-        for how in (clear, clear_model)
-    ),
-    (
-        one_rank_clears,
-        r"Engine: ranks 0 and 1 set different gradients to None .*; set",
-        STAGES,
-        {},
-    ),
-    (
-        replaces,
-        r"p\.grad of 'norm\.weight' was replaced by another tensor; set it to None",
-        STAGES,
-        {},
-    ),
-    (
-        steps_twice,
-        r"AdamW\.step: parameter 'norm\.weight' was already stepped by AdamW .*; give each",
-        STAGES,
-        {},
-    ),
-    (
-        fails_after_sending,
-        r"an earlier backward stopped with .* buckets sent on rank",
-        STAGES,
-        {},
-    ),
-    *(
-        (begins_another(more), BEGIN + words, (3,), {"transport": transport})
-        for more, words in (
-            (True, "a step after 1 micro-batches, rank 0 a forward after 1; give"),
-            (
-                False,
-                "a forward after 0 micro-batches, rank 0 a forward without gradients",
-            ),
-        )
-        for transport in ("shm", "torch")
-    ),
-    (
-        saves_alone,
-        BEGIN + r"a forward after 0 .*, rank 0 state_dict\(\) or gathered\(\) after 0; .* and save",
-        (3,),
-        {},
-    ),
-]
+    *((dropped_count(some, how), DROPPED.format(got), (0, 2), {"split": halves})
+      for some, got in ((False, "zero_grad.. dropped"),
+                        (True, "zero_grad.. of some parameters came after"))
+      for how in (clear, clear_model)),
+    *((body, message, STAGES, {}) for body, message in (
+        (one_rank_clears, r"Engine: ranks 0 and 1 set different gradients to None .*; set"),
+        (replaces, r"p\.grad of 'norm\.weight' was replaced by another tensor; set it to None"),
+        (steps_twice,
+         r"AdamW\.step: parameter 'norm\.weight' was already stepped by AdamW .*; give each"),
+        (fails_after_sending, r"an earlier backward stopped with .* buckets sent on rank"),
+    )),
+    *((begins_another(more), BEGIN + words, (3,), {"transport": transport})
+      for more, words in (
+        (True, "a step after 1 micro-batches, rank 0 a forward after 1; give"),
+        (False, "a forward after 0 micro-batches, rank 0 a forward without gradients"))
+      for transport in ("shm", "torch")),
+    (saves_alone,
+     BEGIN + r"a forward after 0 .*, rank 0 state_dict\(\) or gathered\(\) after 0; .* and save",
+     (3,), {}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "message", "stages", "options"), REFUSED)

@@ -46,18 +46,12 @@ PAIRS = [  # layouts before and after, of the program, of the optimizer
 ]
 MORE_PAIRS = [
     ({}, {"tp": 4}, {}, {}),
-    ({}, {"dp": 4}, {}, {}),
-    ({"dp": 2, "tp": 2, "stage": 3}, {"dp": 2}, {}, {}),
-    ({"dp": 4}, {"dp": 3}, {}, {}),
     ({}, {"dp": 3, "stage": 3}, {}, {}),
     ({"dp": 2, "stage": 1}, {"dp": 4, "stage": 2, "buckets": (0.1, 0.1)}, {}, {}),
-    ({"dp": 2, "stage": 3}, {"dp": 2}, {}, {}),
     ({"dp": 4, "stage": 3, "shard_size": 2}, {"dp": 4, "stage": 3}, {}, {}),
-    ({"tp": 2}, {}, {}, {}),
     ({"tp": 2}, {}, FIVE, {}),
     ({"dp": 2, "tp": 2, "stage": 2}, {"dp": 2, "tp": 2, "stage": 3, "sequence": False}, {}, {}),
     ({"tp": 4, "stage": 1}, {"dp": 2, "tp": 2, "stage": 3}, {}, {}),
-    ({"dp": 4, "stage": 3}, {"dp": 2, "stage": 1}, BF16, {}),
     ({"dp": 2, "stage": 3}, {"dp": 4, "stage": 1}, {}, {"moment_dtype": torch.uint8}),
     ({"dp": 2, "stage": 3, **HOST}, {}, {}, {}),
     ({"dp": 2}, {"dp": 2, "stage": 3, "offload": "parameters"}, {}, {}),

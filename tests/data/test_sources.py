@@ -452,29 +452,6 @@ def test_without_the_package_datasets(tmp_path, monkeypatch):
     del sys.modules["datasets"]
 
 
-def test_datasets_on_disk(tmp_path):
-    """What save_to_disk wrote, parquet and JSON lines need no prefix."""
-    datasets = pytest.importorskip("datasets", reason="the package datasets is optional")
-    (tmp_path / "lines").mkdir()
-    for part, n in (("train", 3), ("validation", 1)):
-        jsonl(tmp_path / "lines" / f"{part}.jsonl", [f"{part} {i}" for i in range(n)])
-    opened = text_source(f"hf:{tmp_path}/lines")
-    assert [*opened.documents()] == [b"train 0", b"train 1", b"train 2"]
-    assert [*opened.val_documents()] == [b"validation 0"]
-    rows = {part: datasets.Dataset.from_dict({"text": [part, None]}) for part in ("train", "test")}
-    rows["train"].save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({**rows, "validation": rows["test"]}).save_to_disk(tmp_path / "several")
-    (tmp_path / "files").mkdir()
-    (tmp_path / "files" / "README.md").write_text("about")
-    for part, of_part in rows.items():
-        of_part.to_parquet(tmp_path / "files" / f"{part}-00000-of-00001.parquet")
-    train = tmp_path / "files" / "train-00000-of-00001.parquet"
-    for source in (tmp_path / "one", tmp_path / "several", tmp_path / "files", train):
-        for prefix in ("", "hf:") if source.is_dir() else ("",):
-            assert texts_of(f"{prefix}{source}") == ["train"]
-    assert [*text_source(tmp_path / "several").val_documents()] == [b"test"]
-
-
 DOCUMENTS = [f"document {i} says h\u00e9llo {i * 'again '}\n" for i in range(100)]
 
 
@@ -645,20 +622,6 @@ def test_two_processes_at_first_use_tokenize_once(tmp_path):
     assert outputs[0][0] == outputs[1][0] != ""
     assert sum("training tokenizer" in errors for _, errors in outputs) == 1
     assert len(list(tmp_path.iterdir())) == 2  # the entry and its lock
-
-
-def test_who_waits_for_another_to_tokenize_says_so(tmp_path, monkeypatch, capsys):
-    flock = fcntl.flock
-
-    def busy_at_first(stream, how):
-        if how & fcntl.LOCK_NB:
-            raise BlockingIOError
-        flock(stream, how)
-
-    monkeypatch.setattr(fcntl, "flock", busy_at_first)
-    for said in (1, 0):  # the second finds the entry
-        tokens_from(source_of(DOCUMENTS), cache=tmp_path, progress=True)
-        assert capsys.readouterr().err.count("another rank or process tokenizes texts") == said
 
 
 def test_without_locks_the_first_rename_wins(tmp_path, monkeypatch):

@@ -219,20 +219,6 @@ def test_known_proofs_are_not_made_again_unless_asked_for(quick, monkeypatch):
     assert run_doctor(again=True)[0] == 1
 
 
-def test_info_shows_what_the_tables_say(quick, monkeypatch):
-    assert len(report.known_choices()) == 1
-    slow, wrong = GELU._replace(size=64), GELU._replace(size=32)
-    table = table_with({
-        GELU: Proof(OWN), slow: Proof(STOCK, "", (2.0, 1.0), (1.0, 1.0)),
-        wrong: Proof(STOCK, "error is 7"),
-    })  # fmt: skip
-    monkeypatch.setattr(doctor, "_prover", doctor.Prover())
-    text = "\n".join(report.known_choices())
-    assert f"cpu: 3 in {table.path}, of 20" in text
-    assert "bias_gelu float32 64: fastpar's takes 3.000 ms, torch 2.000" in text
-    assert "bias_gelu float32 32: fastpar's is WRONG: error is 7" in text
-
-
 @pytest.mark.slow
 def test_torch_compile_is_timed_where_it_is_asked_for(quick):
     status, printed = run_doctor()
@@ -475,8 +461,10 @@ def test_a_library_user_s_model_is_proven_at_once_behind_one_line(monkeypatch, c
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     h100 = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: h100)
-    monkeypatch.setattr(doctor, "warm", lambda cases, gpu: [])
-    proven = []
+    proven, warmed = [], []
+    monkeypatch.setattr(
+        doctor, "warm", lambda cases, gpu: warmed.append((gpu, len(cases), len(proven))) or []
+    )
     monkeypatch.setattr(
         doctor.Prover, "proof_of", lambda self, case, **_: proven.append(case) or Proof(OWN)
     )
@@ -485,6 +473,7 @@ def test_a_library_user_s_model_is_proven_at_once_behind_one_line(monkeypatch, c
     case = Case("cuda", "embedding", torch.bfloat16, 64)
     doctor.prove_first_use(case, torch.empty(1, 64))
     assert set(proven) == set(doctor.cases_of_model("cuda", torch.bfloat16, config))
+    assert warmed == [((90, 132), len(proven), 0)]  # compiled before the first proof
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith(f"fastpar: proving {len(proven)} kernels on this GPU, once")
     assert len(lines) == 1 + len(proven)  # on a terminal a bar
@@ -506,25 +495,6 @@ def test_the_rows_of_the_first_call_do_not_decide_for_all(monkeypatch, rows, tim
     monkeypatch.setattr(doctor, "adopt", lambda cases, **how: asked.append(how) or {GELU: None})
     doctor.prove_first_use(GELU, torch.empty(rows, 96, device="meta"))
     assert asked == [{"rows": timed}]
-
-
-def test_proofs_have_their_kernels_compiled_before_them(monkeypatch):
-    order = []
-    cases = [Case("cuda", op, torch.bfloat16, 96) for op in ("layer_norm", "bias_gelu")]
-    monkeypatch.setattr(doctor, "table_of", lambda device: ProofTable("cpu"))
-    monkeypatch.setattr(backend, "check_gpu", lambda *args: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    pcie = SimpleNamespace(major=9, minor=0, multi_processor_count=114)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: pcie)
-    monkeypatch.setattr(doctor, "warm", lambda cases, gpu: order.append((gpu, len(cases))) or [])
-    monkeypatch.setattr(
-        doctor.Prover, "proof_of", lambda self, case, **_: order.append(case.op) or Proof(OWN)
-    )
-    flat = Case("cuda", "adamw_step_", torch.float32, 0)  # no Triton
-    for asked, warmed in ((cases, [((90, 114), 2)]), (cases[:1], [((90, 114), 1)]), ([flat], [])):
-        order.clear()
-        doctor.adopt(asked)
-        assert order == [*warmed, *(case.op for case in asked)]
 
 
 def test_what_the_doctor_found_on_a_cpu_counts_in_a_patched_model(monkeypatch):
@@ -853,22 +823,12 @@ def test_a_damaged_file_is_reported_ignored_and_replaced(no_proofs, tmp_path):
             assert ProofTable("cpu").proofs == {}
     table.save()
     assert ProofTable("cpu").proofs == {GELU: Proof(OWN)}
-    path.write_text("[" * 100_000)
-    with pytest.warns(UserWarning, match="nested too deeply"):
-        assert ProofTable("cpu").proofs == {}
-    path.rename(tmp_path / "elsewhere")
+    path.rename(tmp_path / "elsewhere")  # tests/files/test_runs.py has more than links
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.warns(UserWarning, match="a symbolic link"):
-        assert ProofTable("cpu").proofs == {}
     with pytest.warns(UserWarning, match="a symbolic link"):
         table_with({GELU: Proof(STOCK)})  # replaces the link, not what it leads to
     assert not path.is_symlink()
     assert ProofTable("cpu").proofs == {GELU: Proof(STOCK)}
-    path.unlink()
-    path.mkdir()
-    with pytest.warns(UserWarning, match="not a regular file") as warned:
-        ProofTable("cpu").save()
-    assert len(warned) == 1
 
 
 def test_hosts_that_share_a_folder_without_locks_do_not_count_each_others_trials(monkeypatch):

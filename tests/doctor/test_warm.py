@@ -1,8 +1,6 @@
 """Kernels compiled before they are needed: those that calls launch, by several processes."""
 
-import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -69,29 +67,6 @@ def test_every_kernel_that_a_run_calls_can_be_recorded():
     assert {rows[i][0] for i, _ in jobs} == {
         op for op, *_ in rows if "triton" in backend.OPS.get(op.removesuffix("_masked"), "  ")[1]
     }
-
-
-COUNT = """
-import subprocess, torch
-from fastpar.doctor.trial import warm
-from fastpar.kernels.choice import Case
-start, started = subprocess.Popen, []
-def count(command, *args, **how):
-    started.extend(["compile_part" in str(command)])
-    return start(command, *args, **how)
-subprocess.Popen = count
-for _ in range(2):
-    errors = warm([Case("cuda", "dropout", torch.bfloat16, 0)] * 2, (90, 132), 16)
-    print(sum(started), errors)
-"""
-
-
-def test_no_more_processes_start_than_there_are_launches_to_compile(tmp_path):
-    """Each takes seconds to import torch and Triton."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, "-c", COUNT], env=env, capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["1 []"] * 2, done.stderr  # dropout has one kernel
 
 
 def test_a_process_that_fails_is_reported(monkeypatch):

@@ -9,20 +9,10 @@ import re
 
 import pytest
 import torch
-from cells import sweep
 from late import Delays
 from torch import nn
 
-from fastpar import (
-    GPT,
-    Adafactor,
-    AdamW,
-    GPTConfig,
-    Mesh,
-    engine_of,
-    parallelize,
-    pipeline_step,
-)
+from fastpar import GPT, Adafactor, AdamW, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
 from fastpar.comm.transports import ShmCollectives
 from fastpar.engine import debug
 from fastpar.engine.debug import Debug, checksum
@@ -37,22 +27,6 @@ def flip(x, at=0, bit=0):
     """One bit of one byte, in place."""
     raw = x.detach().view(-1).view(torch.uint8)
     raw[at] = int(raw[at]) ^ (1 << bit)
-
-
-@pytest.mark.slow
-@sweep("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int16])
-@sweep(("size", "offset"), [(1, 0), (3, 1), (8, 0), (37, 3)])
-def test_every_single_flip_changes_the_sum(monkeypatch, dtype, size, offset):
-    monkeypatch.setattr(debug, "_CHUNK", 64)
-    x = torch.randn(size + offset).mul(50).to(dtype)[offset:]
-    before = checksum(x)
-    for at in range(x.numel() * x.element_size()):
-        for bit in range(8):
-            flip(x, at, bit)
-            assert checksum(x) != before, (at, bit)
-            flip(x, at, bit)
-    assert before == checksum(x) == checksum(x.clone())
-    assert before.dtype == torch.int64
 
 
 def test_what_the_sum_sees_and_does_not(monkeypatch):

@@ -237,11 +237,7 @@ NAMED = (
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "victim", "options"),
-    [
-        (2, 1, (*SHM, "--zero=3")),
-        (2, 0, (*GLOO, "--pp=2")),
-        (4, 3, (*GLOO, "--tp=2", "--zero=3")),
-    ],
+    [(2, 1, (*SHM, "--zero=3")), (2, 0, (*GLOO, "--pp=2")), (4, 3, (*GLOO, "--tp=2", "--zero=3"))],
 )
 def test_all_others_name_a_stopped_rank_in_time(here, start, nproc, victim, options):
     launcher = start(*torchrun(nproc, "--log-dir=logs", "-r", "3"), *TRAIN, *ENDLESS, *options)

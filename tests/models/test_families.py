@@ -17,10 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.nanochat.modeling_nanochat import (
-    NanoChatRMSNorm,
-    NanoChatRotaryEmbedding,
-)
+from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm, NanoChatRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from fastpar import GPT, GPTConfig

@@ -20,9 +20,7 @@ from fastpar.observe.pictures import PICTURES, look
 from fastpar.observe.report import head, markdown, rows, summary
 from fastpar.observe.results import RESULTS, Comparison, Run, Stat, judge_losses, yardstick
 from fastpar.observe.strategies import SINGLE, STRATEGIES, Settings, build
-from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import cosine_lr
-from fastpar.settings.config import TrainConfig
 from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import ModelSize, TextSettings
 
@@ -259,12 +257,6 @@ def test_settings_that_make_no_sense_are_refused(tmp_path, monkeypatch):
                 schedule_of("no such text", **more)
 
 
-def test_names_come_once_in_the_order_given_and_like_stands_beside_like():
-    assert compare.chosen(compare.CompareCommand(strategies="tp, dp,tp,")) == ["tp", "dp"]
-    for theirs, ours in (("ddp", "dp"), ("fsdp2-no-reshard", "zero2"), ("fsdp2", "zero3")):
-        assert compare.DEFAULT.index(ours) == compare.DEFAULT.index(theirs) + 1
-
-
 def test_what_cannot_run_is_skipped_with_its_reason():
     one_head = {"n_head": 1, "block_size": 63}
     for name, command, sizes, gpus, why in (
@@ -354,13 +346,6 @@ def test_a_rank_trains_the_trainers_samples_with_the_trainers_schedule(text):
         rank.train()
 
 
-def test_hyper_parameters_are_those_of_train():
-    ours, theirs = Settings(), TrainConfig().optim
-    assert (ours.betas, ours.weight_decay) == (theirs.betas, theirs.weight_decay)
-    assert theirs.max_grad_norm == 1.0
-    assert AdamW([torch.nn.Parameter(torch.zeros(2))]).param_groups[0]["eps"] == compare.EPS
-
-
 def test_what_the_ranks_measured_is_merged():
     merged, *ranks = (Run("dp", 1, 2, 1, 2, 1, grad_norms=[1.0, 1.0]) for _ in range(3))
     known = {
@@ -408,17 +393,6 @@ def test_two_strategies_on_two_ranks(arguments, tmp_path, capfd):
     assert words in capfd.readouterr().out
     assert str(tmp_path) not in (out / RESULTS).read_text()
     assert cli.main([*arguments, "--strategies", "zero1"]) == 2, "the folder is taken"
-
-
-@pytest.mark.slow
-def test_ranks_are_quiet(text, capfd):
-    """tests/comm/test_ranks.py has one that fails."""
-    settings, _, data = spec_of(text, batch_size=2, epoch_steps=2, untimed_steps=1)
-    heard, two = [], Run("zero1", 1, 2, 1, 1, 1)
-    compare.measure(settings, two, data, lambda *said: heard.append(said[0]))
-    assert heard == [1, 2]
-    assert two.seconds > 0
-    assert capfd.readouterr() == ("", "")
 
 
 NO_ROOM = RankFailed(1, "RuntimeError: no room")

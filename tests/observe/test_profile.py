@@ -313,18 +313,7 @@ def test_on_a_gpu_kernels_belong_to_the_phase_that_launched_them():
     assert rows[HOST][0].begin_ms == pytest.approx(0.0)
 
 
-def test_kinds_and_flops_of_operations():
-    nccl = ("c10d::allreduce_", "ncclDevKernel_AllReduce_Sum")
-    for kind, *of in (
-        (COMPUTE, "linear", "fastpar::attention_bwd", "aten::mm", ("", "_attention_fwd_kernel")),
-        (COMPUTE, ("aten::linear", "nvjet_hsh_128x256")),
-        (MEMORY, "aten::mul", "aten::sum"),
-        (HOST, "aten::new_empty", "linearBackward"),
-        (HOST, "autograd::engine::evaluate_function: linearBackward"),
-        (COMMUNICATION, nccl),
-    ):
-        for name in of:
-            assert trace.kind_of(*((name, "") if isinstance(name, str) else name)) == kind, name
+def test_flops_of_products():
     for name, shape, flops in (
         ("linear", (), None),
         ("linear", ((2, 3, 5), (7, 5)), 2 * 6 * 5 * 7),

@@ -23,11 +23,9 @@ from fastpar.kernels.adamw import (
     master_split,
     new_moment,
     round_to_bf16,
-    step_counted,
 )
 from fastpar.kernels.choice import STOCK, Case, Proof
 from fastpar.kernels.lists import rows_of
-from fastpar.kernels.reference import adamw_step_ref
 
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3)
 SIGMAS = 5.5
@@ -160,27 +158,14 @@ def test_odd_calls():
     assert p.isnan().tolist() == [True, True, False]
 
 
-@sweep("dtype", [F32, torch.float64, BF16, F16])
-def test_torchs_kernel_skips_zeroes_scales_and_takes_tensors(dtype, monkeypatch):
-    """Where torch's fused AdamW serves, the keywords mean the same."""
-    exact = torch.promote_types(dtype, F32)
-    state = make(50, Mode(dtype, dtype, exact, "full" if dtype in (BF16, F16) else "none", True))
-    state["exp_avg"].abs_()
+def test_torchs_kernel_skips_and_zeroes(monkeypatch):
+    """Where torch's fused AdamW serves; test_cases.py has its other keywords."""
+    state, mode = make(50, MODES["bf16 full"]), MODES["bf16 full"]
     monkeypatch.setattr(backend, "choice", "torch")
-    before, mode = clone(state), MODES["fp32"]
-    hyper = HYPER._replace(lr=torch.tensor(1e-2), step=torch.tensor(3.0))
-    step([state], mode, hyper, found_inf=torch.ones(()), zero_grad=True)
-    assert not state["grad"].any()
-    state["grad"].copy_(before["grad"])
-    assert same_bits(state, before)
-    options = {"found_inf": torch.zeros(()), "grad_scale": torch.tensor(0.5), "maximize": True}
-    step([state], mode, hyper, zero_grad=True, **options)
-    names = ("master" if "master" in before else "param", *NAMES[1:4])
-    wide = [[before[name].double()] for name in names]
-    numbers = {**HYPER._asdict(), "lr": torch.tensor(1e-2).item(), "grad_scale": 0.5}
-    adamw_step_ref(*wide, **numbers, maximize=True, max_exp_avg_sqs=[before["max"].double()])
-    bound = 16 * torch.finfo(exact).eps
-    torch.testing.assert_close(state[names[0]].double(), wide[0][0], rtol=0, atol=bound)
+    before = clone(state)
+    step([state], mode, found_inf=torch.ones(()), zero_grad=True)
+    assert not state.pop("grad").any()
+    assert same_bits(before, state)
 
 
 # Storage modes
@@ -391,7 +376,6 @@ def test_more_than_2_to_the_31_elements():
 # In CUDA: csrc/adamw_cuda.cu has the bits of the CPU's step
 
 CHUNK = 8192  # its kChunk
-ARGUMENT_WORDS = 4088  # its kWords
 
 
 def on_cpu(states: list[State], mode: Mode, *args, **kwargs) -> list[State]:
@@ -465,26 +449,16 @@ def test_hypers_are_read_on_the_device_and_not_on_the_host(cuda_device, monkeypa
     assert same_bits(got, expected)
 
 
-def ranges_of_a_launch(mode: Mode) -> int:
-    """[Note: one launch] of csrc/adamw_cuda.cu, for one hyper of 12 words."""
-    random = mode.master == "stochastic" or mode.moment != F32
-    pointers = 4 + mode.amsgrad + (mode.master in ("full", "remainder")) + 2 * (mode.moment == U8)
-    return (ARGUMENT_WORDS - 12) // (1 + pointers + random)
-
-
 @pytest.mark.parametrize(
     "mode", ["bf16 full", "fp32 8-bit moments", "bf16 stochastic"], indirect=True
 )
 def test_many_tensors_take_few_launches(cuda_device, mode, monkeypatch):
-    """One launch up to the number that its argument holds, then a second."""
-    limit = ranges_of_a_launch(mode)
-    if mode == MODES["bf16 full"]:
-        assert limit >= 580  # the tensors of GPT-2 XL
+    """Those of GPT-2 XL one. Of 700 some do not fit into one launch's argument."""
     counts, run = [], backend.cuda_kernels.adamw_step_cuda
     count = lambda *args: counts.append(run(*args)) or counts[-1]  # noqa: E731
     monkeypatch.setattr(backend.cuda_kernels, "adamw_step_cuda", count)
-    states = [make(3, mode, seed=i) for i in range(limit + 1)]
-    for some in (states[:-1], states):
+    states = [make(3, mode, seed=i) for i in range(700)]
+    for some in (states[: 580 if mode == MODES["bf16 full"] else 500], states):
         check(some, mode, cuda_device)
     assert counts == [1, 2]
     hypers = [HYPER._replace(lr=1e-3 * (i + 1), step=i + 1) for i in range(33)]
@@ -747,26 +721,3 @@ def test_what_the_compiled_module_refuses():
         assert compiled([*SOME[:3], [bad], SOME[3]], counted=True) is None, bad
     for column in SOME:
         assert torch.equal(column[0], torch.ones(3))
-
-
-@sweep("dtype", [F32, torch.float64])
-def test_a_step_reads_and_counts_its_counters(dtype):
-    """Of tensors with other counts and hypers in one call; one that is skipped does not count."""
-    pairs = [(0, 4.0), (1, 4.0), (0, 9.0), (0, 4.0)]
-    states = [make(40, MODES["fp32"], seed=i) for i in range(len(pairs))]
-    counters = [torch.tensor(t, dtype=dtype) for _, t in pairs]
-    hypers = [HYPER, HYPER._replace(lr=0.1, weight_decay=0.3)]
-    expected, before = ([*map(clone, states)] for _ in range(2))
-    versions = [t._version for t in counters]
-    for state, (hyper, t) in zip(expected, pairs):
-        step([state], MODES["fp32"], hypers[hyper]._replace(step=t + 1))
-    lists = [[s[name] for s in states] for name in NAMES[:4]]
-    how = [], None, torch.ones(()), False, False, None
-    args = [*lists, [], [], [], []], counters, hypers, [hyper for hyper, _ in pairs]
-    assert step_counted(*args, *how)
-    assert all(map(same_bits, states, before))
-    assert [t.item() for t in counters] == [t for _, t in pairs]
-    assert step_counted(*args, *how[:2], None, *how[3:])
-    assert all(map(same_bits, states, expected))
-    assert [t.item() for t in counters] == [t + 1 for _, t in pairs]
-    assert all(t._version > version for t, version in zip(counters, versions))

@@ -5,9 +5,8 @@ import json
 from cells import sweep
 
 from fastpar import kernels  # noqa: F401  fills TABLES
-from fastpar.kernels.attention import plans
 from fastpar.kernels.attention.plans import TABLE, Config, candidates, get_config
-from fastpar.kernels.config_table import TABLES, render
+from fastpar.kernels.config_table import TABLES, render, section_of
 
 POSSIBLE = {"num_warps": (1, 2, 4, 8), "num_stages": range(1, 6), "registers": (64, 128)}
 POSSIBLE |= dict.fromkeys(("block_q", "block_k"), (16, 32, 64, 128, 256))
@@ -32,7 +31,7 @@ def test_files_are_as_write_makes_them_and_candidates_possible(name):
 )
 def test_every_gpu_has_tiles_of_attention(arch, section):
     """Only Hopper has descriptors; dropout reads keys in an order that their box has not."""
-    assert plans.table_for(arch) == section
+    assert section_of(arch) == section
     for place in TABLE.places:
         kernel, _, variant = place
         shipped = TABLE.load(TABLE.path)[(section, *place)]

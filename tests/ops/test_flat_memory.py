@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from cells import covering, slow, sweep
+from cells import covering, sweep
 
 from fastpar.kernels import (
     _C,
@@ -29,7 +29,6 @@ from fastpar.kernels.lists import rows_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 7, 63, 127, 1000, 0, 20011)
-SCALES = (None, 0.37, "tensor")
 SPECIAL = (math.inf, -math.inf, math.nan, -0.0, 0.0, 1e-40, -6e-8, 65519.0, 65520.0, 3e38, -3e38)
 BIG = torch.finfo(torch.float32).max
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3)
@@ -352,23 +351,6 @@ def test_storage_shapes_and_strides_of_the_same_values_do_not_matter(device):
         assert not norm_bins(tensors).any()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16), slow(torch.float32)])
-def test_every_offset_and_tail_of_a_norm(dtype, device):
-    """All starts within 64 bytes, tails of up to two vectors, exactly; what lies around is not
-    read."""
-    integers = torch.randint(-999, 999, (400,)).to(dtype)
-    for k, offset in enumerate(range(64 // dtype.itemsize)):
-        parts, exact = [], 0
-        for n in (*range(k % 6, 34, 6), 130 + k % 16):
-            around = torch.full((400,), torch.nan, dtype=dtype, device=device)
-            parts.append(around[offset : offset + n].copy_(integers[offset : offset + n]))
-            exact += sum(int(x) ** 2 for x in integers[offset : offset + n].tolist())
-        words = norm_bins(parts).tolist()  # an exact number of units 2^-350
-        units = [low + (high << 32) for low, high in zip(words[:-2:2], words[1:-2:2])]
-        assert sum(n << (52 * b) for b, n in enumerate(units)) == exact << 350
-
-
 XS = [torch.ones(3), torch.ones(2)]
 REFUSALS += [
     *((words, f, args, options) for f in (global_norm, norm_bins) for words, args, options in (
@@ -433,28 +415,8 @@ def check(x, device, *, block=256, seed=None, first_index=0, offset=0):
         assert_same(got, ref.dequantize_blockwise_ref(want, want_scales, block=block).to(out_dtype))
 
 
-@pytest.mark.slow
-def test_codes_match_the_oracle(device):
-    """Also where a warp holds no whole block, and of blocks that are tiny, huge or not finite."""
-    for seed in seeds(5, 2**64 - 3):
-        for n, block in ((0, 256), (1, 256), (255, 256), (257, 64), (1003, 256), (517, 16)):
-            for dtype in DTYPES:
-                check(blocks(n, dtype), device, block=block, seed=seed)
-        for exponent, block in ((-140, 32), (100, 512), (120, 4096)):
-            x, at = blocks(9001, torch.bfloat16) * 2.0**exponent, 0 if seed is None else 2**33 + 7
-            check(x, device, block=block, seed=seed, first_index=at)
-        for dtype in DTYPES[:2]:
-            x = blocks(1003, dtype)
-            x[[300, 700]] = torch.tensor([torch.inf, BIG]).to(dtype)
-            check(x, device, block=64, seed=seed)
-    if backend.choice == "torch":
-        with pytest.raises(RuntimeError, match="FASTPAR_BACKEND=torch seed=1; unset"):
-            quantize_blockwise(x, seed=1)
-
-
-@sweep("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_every_code_decodes_as_torchs(dtype, device):
-    codes = torch.arange(700, dtype=torch.int32).to(torch.uint8).view(dtype)
+def test_every_code_decodes_as_torchs(device):
+    codes = torch.arange(700, dtype=torch.int32).to(torch.int8)
     scales = torch.tensor([1.0, 0.37, 2.0**-126])
     want = codes.float() * scales.repeat_interleave(256)[:700]
     for out_dtype in DTYPES:
@@ -497,9 +459,14 @@ def test_what_is_not_finite_does_not_vanish(device):
 
 
 def test_codes_of_every_offset_shape_and_stride(device):
-    """Offsets 0..63 bytes of x, codes that start anywhere."""
+    """Offsets 0..63 bytes of x, codes that start anywhere. test_cases.py has other sizes."""
+    if backend.choice == "torch":
+        with pytest.raises(RuntimeError, match="FASTPAR_BACKEND=torch seed=1; unset"):
+            quantize_blockwise(torch.ones(64), seed=1)
     for offset in range(16):
-        check(torch.randn(64 + 7 * offset), device, block=32, seed=seeds(1)[-1], offset=offset)
+        block = (16, 32, 64, 512, 4096)[offset % 5]
+        x, seed = torch.randn(64 + 307 * offset), seeds(2**64 - 3)[-1]
+        check(x, device, block=block, seed=seed, first_index=7 * block, offset=offset)
     x = torch.randn(30, 20, device=device)
     codes, scales = quantize_blockwise(x.t(), block=64)
     assert (codes.shape, scales.shape) == ((20, 30), (10,))
@@ -544,7 +511,7 @@ REFUSALS += [
     (r"2 fp32 scales .* got scales=\[1\]", FROM, (Q, OF_Q[:1]), {}),
     ("got scales=.* torch.float64", FROM, (Q, OF_Q.double()), {}),
     ("got scales=.* on meta", FROM, (Q, OF_Q.to("meta")), {}),
-    ("codes of int8, float8_e4m3fn or float8_e", _C.dequantize_blockwise,
+    ("_C: expected codes of 300 contiguous elements of int8", _C.dequantize_blockwise,
      (WIDE, OF_Q, 256, WIDE, 1), {}),
     ("power of two .* got block=100", _C.dequantize_blockwise, (Q, OF_Q, 100, WIDE, 1), {}),
     *(("_C: expected out of", _C.dequantize_blockwise, (Q, OF_Q, 256, wrong, 1), {})

@@ -6,15 +6,7 @@ from cells import sweep
 
 from fastpar.kernels import DelayedScales, Fp8, backend, linear
 from fastpar.kernels.linear import fp8 as linear_fp8
-from fastpar.kernels.linear.fp8 import (
-    BLOCK,
-    DY,
-    LARGEST,
-    X,
-    power_of_two,
-    round_all,
-    round_rows,
-)
+from fastpar.kernels.linear.fp8 import BLOCK, DY, LARGEST, X, power_of_two, round_all, round_rows
 
 E4M3, E5M2 = LARGEST
 DIGITS = {E4M3: (3, -6), E5M2: (2, -14)}  # bits of a significand, least exponent

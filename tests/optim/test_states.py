@@ -23,7 +23,6 @@ from optimizers import (
     assert_same,
     assert_same_state,
     build,
-    muon,
     put_gradients,
     run,
     step_counts,
@@ -75,36 +74,6 @@ def test_a_run_through_a_saved_state_continues_bit_for_bit(dtype, make, options)
         assert torch.equal(run(twin_model, twin, 3, start=3), want)
         assert torch.equal(twin.grad_norm, optimizer.grad_norm)
         assert_same_state(twin.state_dict(), optimizer.state_dict())
-
-
-@forms
-def test_names_and_dtypes_are_the_documented_ones(dtype, make, options):
-    model = build(dtype)
-    optimizer = make(model.parameters(), **options)
-    run(model, optimizer, 1)
-    moments = FP64 if dtype == FP64 else options.get("moment_dtype", FP32)
-    kinds = {"": moments} if moments != UINT8 else {"_codes": UINT8, "_scale": FP32}
-    adam = {f"exp_avg{sq}{kind}": x for sq in ("", "_sq") for kind, x in kinds.items()}
-    adam |= {"step": FP32} | ({"max_exp_avg_sq": moments} if "amsgrad" in options else {})
-    master = {}
-    if options.get("master_weights") == "remainder":
-        master["master_remainder"] = torch.int16
-    elif dtype in (BF16, FP16) and "stochastic_rounding" not in options:
-        master["master_weight"] = FP32
-    for p, state in optimizer.state.items():
-        names = adam
-        if make is adafactor:
-            names = ("row_var", "col_var") if p.dim() > 1 else ("variance",)
-            names = dict.fromkeys(("step", *names, *(["exp_avg"] * ("beta1" in options))), FP32)
-        elif make is muon and p.dim() == 2:
-            names = {"momentum_buffer": options.get("momentum_dtype", FP32)}
-            names |= {"row_second_moment": FP32} if "row_beta" in options else {}
-        found = {name: value.dtype for name, value in state.items()}
-        assert {**names, **master}.items() <= found.items()
-        assert found.keys() - names.keys() - master.keys() <= {"step"}
-        shapes = {name: value.shape for name, value in state.items()}
-        assert shapes.items() <= optimizer.entry_shapes(p).items(), "as checkpoints expect"
-        assert optimizer.master_entry(p) in (*master, None)
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])

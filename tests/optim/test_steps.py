@@ -46,6 +46,7 @@ from fastpar.settings.config import TrainConfig
 from fastpar.settings.options import OptimSettings
 
 MAKERS = {"adamw": adamw, "adafactor": adafactor, "muon": muon}
+SHARDED = {"sharded": functools.partial(fastpar.Sharded, torch.optim.RAdam)}
 makers = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 # AdamW against torch's, in fp64 and fp32: the bound of ExactAdamW
@@ -281,7 +282,7 @@ def by_scaler(model, optimizer, twin):
     assert (optimizer.grad_scale, optimizer.found_inf) == (1.0, None)
 
 
-ALL = tuple(MAKERS)
+ALL = (*MAKERS, *SHARDED)
 EXACT = {"lr": 2.0**-6, "betas": (0.5, 0.75)}
 TENSORS = {"lr": torch.tensor(2.0**-6), "betas": (torch.tensor([0.5]), torch.tensor(0.75))}
 # of which optimizers, options of both, options of the twin alone, what drives both
@@ -323,7 +324,7 @@ def test_no_bit_changes(case, maker):
     for twin in (False, True):
         torch.manual_seed(0)
         model = build()
-        optimizer = MAKERS[maker](
+        optimizer = (MAKERS | SHARDED)[maker](
             model.parameters(), **copy.deepcopy({**both, **(twins if twin else {})})
         )
         drive(model, optimizer, twin)
@@ -363,29 +364,6 @@ def test_a_closure_computes_the_gradients_of_a_step():
     losses = [optimizer.step(closure).item() for _ in range(20)]
     assert losses[-1] < 0.1 * losses[0]
     assert optimizer.step() is None
-
-
-@makers
-def test_parameters_without_a_gradient_frozen_ones_and_empty_ones(make):
-    model, want = build(), build()
-    empty = nn.Parameter(torch.zeros(0, 3))
-    optimizer, alone = make([*model.parameters(), empty]), make(want[2:].parameters())
-    optimizer.step()
-    assert not optimizer.state
-    model[0].requires_grad_(False)
-    before = vector(model[0])
-    for step in range(3):
-        put_gradients(want, step)
-        for p, q in zip(model[2:].parameters(), want[2:].parameters()):
-            p.grad = q.grad.clone()
-        empty.grad = torch.zeros(0, 3) if step == 2 else None
-        optimizer.step()
-        alone.step()
-    assert torch.equal(vector(model[0]), before)
-    assert not optimizer.state.get(model[0].weight)
-    assert torch.equal(vector(model[2:]), vector(want[2:]))
-    if make is adamw:
-        assert int(optimizer.state[empty]["step"]) == 1
 
 
 @sweep("told", [False, True])

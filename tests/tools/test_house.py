@@ -4,7 +4,6 @@ import ast
 import functools
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -352,19 +351,6 @@ def test_what_documents_and_comments_name_exists():
     assert sorted(stale) == []
 
 
-def test_no_line_of_a_document_is_longer_than_120():
-    """Except tables of results, and the pages of results that a program writes."""
-    wide = []
-    for path in tracked("*.md"):
-        name, of_results = path.relative_to(ROOT).as_posix(), ROOT / "bench/results" in path.parents
-        if of_results and path.name == "table.md":
-            continue
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            if len(line) > 120 and not (of_results and line.startswith(("|", "NVIDIA", "CPU"))):
-                wide.append(f"{name}:{number}")
-    assert wide == []
-
-
 def test_every_test_file_is_in_a_folder_and_has_a_name_of_its_own():
     """`make test-slow FOLDER=` then reaches every test, and files may import each other by name."""
     files = [p.relative_to(ROOT / "tests") for p in tracked("tests/*.py")]
@@ -372,14 +358,3 @@ def test_every_test_file_is_in_a_folder_and_has_a_name_of_its_own():
     assert {len(p.parts) for p in tests} == {2}
     names = [p.name for p in files if p.name != "conftest.py"]
     assert len(names) == len(set(names))
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_names_the_folders_where_one_is_wrong():
-    for setting, words in (
-        ("FOLDER=engin", "FOLDER= a folder of tests/, got FOLDER=engin; choose of .* engine "),
-        ("FOLDER=engine comm", " -m slow tests/engine tests/comm"),
-    ):
-        command = ["make", "--dry-run", "test-slow", setting]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert re.search(words, done.stdout + done.stderr), setting

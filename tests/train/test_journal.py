@@ -26,13 +26,7 @@ from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import SampleSettings
 from fastpar.testing import run_ranks
 from fastpar.train import journal as module
-from fastpar.train.journal import (
-    Journal,
-    MetricsLog,
-    check_out,
-    plot_loss,
-    read_metrics,
-)
+from fastpar.train.journal import Journal, MetricsLog, check_out, plot_loss, read_metrics
 from fastpar.train.sample import sample
 
 SETUP = Setup(2, device_type="cpu", transport="shm", dtype="fp32", micro_batch_size=4,
@@ -272,31 +266,6 @@ def test_the_picture_of_a_long_run_has_few_points():
         assert steps.tolist() == [part[-1][0] for part in parts]
         means = [sum(value for _, value in part) / joined for part in parts]
         assert values.tolist() == pytest.approx(means)
-
-
-def test_tensorboard_is_fed_where_it_is_installed(tmp_path):
-    pytest.importorskip("tensorboard", reason="tensorboard is optional")
-    log = MetricsLog(tmp_path / "metrics.jsonl", log="tensorboard")
-    log.write({"step": 1, "loss": 2.5, "grad_norm": None, "numbers": [8, 16], "reason": "words"})
-    log.close()
-    assert any((tmp_path / "tensorboard").iterdir())
-
-
-def test_wandb_without_a_key_keeps_its_run_in_the_folder(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("wandb", reason="pip install wandb")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # no key of this user's
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
-        monkeypatch.delenv(name, raising=False)
-    path = tmp_path / "metrics.jsonl"
-    for resume_step in (0, 1):  # step 2 comes again: in a run of its own
-        log = MetricsLog(path, resume_step=resume_step, log="wandb", settings={"lr": 0.5})
-        for step in range(resume_step + 1, 3):
-            log.write({"step": step, "loss": 2.5, "grad_norm": None})
-        log.close()
-    kept = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-    assert len(kept) == 2
-    assert b"loss" in kept[0].read_bytes()
-    assert "wandb: no key, so curves stay on this machine" in capsys.readouterr().out
 
 
 def test_missing_packages_are_named(tmp_path, monkeypatch):

@@ -3,8 +3,6 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -118,12 +116,6 @@ SPLIT = {**FEW, "n_layer": 2, "n_head": 4}
 # What a trainer has beside model and optimizer, whose states are tests/contracts/test_reshard.py's.
 HOPS = {
     "averages": ({**STORAGE[0], "ema": 0.3}, [(2, Z3), (1, {}), (2, Z2)]),
-    "rounding": (STORAGE[1], [(2, Z3), (1, {}), (2, Z2), (2, Z1)]),
-    "pipelines": (
-        {"n_layer": 3},
-        [(2, {"pp": 2}), (3, {"pp": 3}), (2, stages("interleaved")), (2, stages("gpipe", **Z3))],
-    ),
-    "muon": (BASES["muon"], [(2, Z3), (1, {}), (2, {"pp": 2, **Z1}), (2, Z2)]),
     "experts": (EXPERTS, [(4, {"ep": 4, **Z2}), (2, {"ep": 2, **Z3}), (1, {})]),
     "fp8": (DELAYED, [(1, {}), (4, Z3), (2, {"pp": 2}), (2, Z3)]),
     "documents": (DOCUMENTS, [(1, {}), (2, Z1)]),
@@ -303,17 +295,6 @@ def test_sample_and_export_take_a_run_of_ranks(here, capsys, layout):
     assert main(["export", "r", "--to=given"]) == 0
     assert main(["sample", "given", *options]) == 0
     assert capsys.readouterr().out.endswith(drawn)
-
-
-@pytest.mark.slow
-def test_threads_do_not_matter(here):
-    """One process with two threads is the run of two with one each, as cores are shared out."""
-    sizes = {"n_embd": 256, "block_size": 128, "batch_size": 2, "micro_batch_size": 1}
-    flags = flags_of({**SAME, **sizes, "dtype": "bf16", "max_steps": 2, "save_every": 0})
-    for out, cut in (("one", ["--nproc=1", "--threads=2"]), ("two", ["--nproc=2", "--threads=1"])):
-        words = [sys.executable, "-m", "fastpar", "train", *flags, f"--out={out}", *cut]
-        subprocess.run(words, check=True)
-    check_same("two", "one")
 
 
 experts = Runs(**{**SAME, **EXPERTS})

@@ -148,10 +148,7 @@ def test_draws_follow_the_distribution(temperature, top_k):
     [
         ({"idx": torch.tensor([1, 2])}, r"expected idx \[B, T\] .* got idx.shape=\[2\]"),
         ({"idx": torch.zeros(1, 0).long()}, r"expected idx \[B, T\] .* got idx.shape=\[1, 0\]"),
-        (
-            {"idx": torch.ones(2, 1).long(), "generator": [seeded()]},
-            ".*for each of 2 rows, got 1",
-        ),
+        ({"idx": torch.ones(2, 1).long(), "generator": [seeded()]}, ".*for each of 2 rows, got 1"),
         ({"max_new_tokens": -1}, "expected max_new_tokens >= 0, got max_new_tokens=-1"),
         ({"temperature": -0.5}, "expected 0 <= temperature < inf, got temperature=-0.5"),
         ({"temperature": float("nan")}, "expected 0 <= temperature < inf, got temperature=nan"),
