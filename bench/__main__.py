@@ -4,6 +4,7 @@
     python -m bench layer_norm train:6x384   one bench; one case of one
     python -m bench --commit-results         rows go to bench/results, which the README shows
     python -m bench tune                     tables that a GPU decides (bench/ops/tune.py)
+    python -m bench compare HEAD~3 HEAD      two commits in turns (bench/systems/compare.py)
     python -m bench host                     host time of a step (bench/systems/host.py)
     python -m bench matrix fastpar           one run on every layout (bench/systems/matrix.py)
     python -m bench study wires              what settings do to a loss (bench/systems/study.py)
@@ -30,6 +31,7 @@ from bench.records import RESULTS, SCRATCH, ResultFile, device_of, homes, machin
 from fastpar.comm.ranks import reason
 
 COMMANDS = {  # which are no benches: module with a main()
+    "compare": "bench.systems.compare",
     "grid": "bench.systems.grid",
     "host": "bench.systems.host",
     "ingest": "bench.ingest",

@@ -642,7 +642,7 @@ def in_turns(name: str, batch_size: int, *names: str, rounds: int = 2, steps: in
     lines = []
     for r in (row for row in one.results.rows.values() if row.median_ms):
         speed = f"{r.median_ms:.2f} ms, {r.tokens_per_s:.0f} tokens/s"
-        more = f"peak {(r.peak_bytes or 0) / 1e9:.1f} GB, {r.speedup or 1:.2f}x {names[0]}"
+        more = f"peak {(r.peak_bytes or 0) / 1e9:.1f} GB, {r.times or '1.00x'} {names[0]}"
         more += f", {here[r.variant].cpu_ms:.1f} ms of CPU" if r.variant in here else ""
         lines.append(f"{r.case}: {r.variant} {speed}, {more}")
     note(lines=lines)

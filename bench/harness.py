@@ -9,7 +9,6 @@ Times are taken by fastpar/doctor/trial.py, variants in turn.
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from torch._functorch import config as functorch_config
 
 from bench.records import ResultFile, Row
 from fastpar.comm.ranks import reason
-from fastpar.doctor.trial import Call, Timing, clock_for, interleave, synchronize
+from fastpar.doctor.trial import Call, Timing, clock_for, samples_in_turn, synchronize
 from fastpar.predict.machine import Ceilings, measure_ceilings
 from fastpar.testing import assert_matches_oracle
 
@@ -110,7 +109,7 @@ class Bench:
         if ms and refused is None:
             row.median_ms, row.p20_ms, row.p80_ms, row.runs = Timing.of(ms)
             if base[1]:
-                row.baseline, row.speedup = base[0], statistics.median(base[1]) / row.median_ms
+                row.compare(*base, ms)
         return row
 
     def add(self, *rows: Row) -> None:
@@ -138,32 +137,38 @@ class Bench:
         inputs = self._input_sets(case)
 
         def maker(name: str) -> Callable[[], list[Call]]:
-            def make() -> list[Call]:
-                self._judge(case, name, functions[name], direction, inputs[0])
-                return bind(functions[name], inputs, direction)
+            return lambda: bind(functions[name], inputs, direction)
 
-            return make
+        def judge(name: str) -> None:
+            self._judge(case, name, functions[name], direction, inputs[0])
 
-        self.run_calls(case, direction, {name: maker(name) for name in functions})
+        self.run_calls(case, direction, {name: maker(name) for name in functions}, judge)
 
     def run_calls(
-        self, case: Case, direction: str, makers: Mapping[str, Callable[[], list[Call]]]
-    ) -> None:
-        """Gate and warm up each variant, then time those that may be timed."""
+        self, case: Case, direction: str, makers: Mapping[str, Callable[[], list[Call]]],
+        judge: Callable[[str], None] = lambda name: None,
+    ) -> None:  # fmt: skip
+        """Gate and warm up each variant, then time those that may be timed. The first call, which
+        compiles, takes the last inputs: the gate's are the first."""
         calls: dict[str, list[Call]] = {}
+        first_ms: dict[str, float] = {}
         refused: dict[str, str] = {}
         for name, make in makers.items():
             try:
                 if case.check is not None:
                     case.check(name)
                 made = make()
+                try:
+                    first_ms[name] = stopwatch(made[-1], self.device)[0]
+                finally:
+                    judge(name)  # says best what is wrong
                 for call in (made[0], made[-1], made[0]):
                     call()
                 synchronize(self.device)
                 calls[name] = made
             except Exception as error:
                 refused[name] = reason(error)
-        self.measure(case, direction, calls, refused)
+        self.measure(case, direction, calls, refused, first_ms)
         calls.clear()
         if self.device == "cuda":
             torch.cuda.empty_cache()
@@ -194,20 +199,23 @@ class Bench:
         factor = 2.0 if name.startswith("fastpar") else PEER_FACTOR[case.dtype]
         assert_matches_oracle(judged, case.oracle, inputs, eager=eager, grad=grad, factor=factor)
 
-    def measure(self, case: Case, direction: str, calls: Calls, refused: Mapping[str, str]) -> None:
+    def measure(
+        self, case: Case, direction: str, calls: Calls, refused: Mapping[str, str],
+        first_ms: Mapping[str, float],
+    ) -> None:  # fmt: skip
         """Time the calls in turn and write a row for each, and one for each refused variant."""
-        timings: dict[str, Timing] = {}
+        samples: dict[str, list[float]] = {}
         if calls:
             seconds, least = (0.05, 2) if self.quick else (0.4, 7)
             budget_s = seconds * len(calls)
-            timings = interleave(calls, self.clock, budget_s=budget_s, min_runs=least)
-        base = timings.get(case.baseline)
+            samples = samples_in_turn(calls, self.clock, budget_s=budget_s, min_runs=least)
+        base = case.baseline, samples.get(case.baseline, ())
         rows = []
-        for name, timing in timings.items():
-            row = self.row(case.name, direction, name, case.dtype, **timing._asdict())
+        for name, ms in samples.items():
+            row = self.timed_row(case.name, direction, name, ms, base, case.dtype)
+            row.threads = torch.get_num_threads()
             row.host_us = self.clock.host_us(calls[name][0])
-            if base is not None:
-                row.baseline, row.speedup = case.baseline, base.median_ms / timing.median_ms
+            row.add_first(first_ms[name])
             if case.track_peak and self.device == "cuda":
                 row.peak_bytes = _peak_bytes(calls[name][0])
             moved = case.own_bytes.get(name, case.bytes_moved.get(direction))
@@ -298,6 +306,8 @@ def format_row(row: Row, *, judged: bool = True) -> str:
         cells.append(f"{row.median_ms:10.4f} ms [{row.p20_ms:.4f} .. {row.p80_ms:.4f}]")
     if row.host_us is not None:
         cells.append(f"host {row.host_us:.0f} us")
+    if row.compile_s is not None and row.compile_s > 0.1:
+        cells.append(f"compiled {row.compile_s:.1f} s")
     if row.tokens_per_s is not None:
         cells.append(f"{row.tokens_per_s:.0f} tokens/s")
     if row.tflop_per_s is not None:
@@ -309,5 +319,5 @@ def format_row(row: Row, *, judged: bool = True) -> str:
     if row.peak_bytes is not None:
         cells.append(f"peak {row.peak_bytes / 1e6:.0f} MB")
     if row.speedup is not None:
-        cells.append(f"{row.speedup:.2f}x {row.baseline}")
+        cells.append(f"{row.times} beside {row.baseline}")
     return f"{what} {'  '.join(cells)}"

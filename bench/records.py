@@ -10,11 +10,13 @@ import argparse
 import datetime
 import functools
 import json
+import math
 import os
 import platform
 import re
+import statistics
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -48,13 +50,15 @@ class Row:
     p20_ms: float | None = None
     p80_ms: float | None = None
     runs: int = 0
-    host_us: float | None = None  # to enqueue one call on an idle GPU
+    host_us: float | None = None  # CPU time of the calling thread; to enqueue on an idle GPU
+    compile_s: float | None = None  # of the first call, beyond the median
     gb_per_s: float | None = None
     tflop_per_s: float | None = None
     percent_of_ceiling: float | None = None
     ceiling: str | None = None  # "copy 4288 GB/s": measured by the same process
     baseline: str | None = None  # the variant that speedup compares with, in the same run
-    speedup: float | None = None  # baseline's median in the turns of both / this one's
+    speedup: float | None = None  # median over the turns of baseline's time / this one's
+    interval: Sequence[float] | None = None  # of speedup, 95 % sure
     peak_bytes: int | None = None
     tokens_per_s: float | None = None
     refused: str | None = None  # why there is no time: a red check, an error, out of memory
@@ -73,6 +77,29 @@ class Row:
         """The baseline's median in the same turns, which its own row need not show."""
         return self.speedup * self.median_ms if self.speedup and self.median_ms else None
 
+    def compare(self, baseline: str, base_ms: Sequence[float], ms: Sequence[float]) -> None:
+        """Beside the baseline's times in the same turns."""
+        ratios = [theirs / own for theirs, own in zip(base_ms, ms)]
+        self.baseline, self.speedup = baseline, statistics.median(ratios)
+        self.interval = median_interval(ratios) if baseline != self.variant else None
+
+    def add_first(self, ms: float) -> None:
+        """The time of the first call, which compiles what it runs."""
+        self.compile_s = max(0.0, ms - (self.median_ms or 0.0)) / 1e3
+
+    @property
+    def significant(self) -> bool:
+        """Whether the times differ by more than chance."""
+        return self.interval is not None and not self.interval[0] <= 1 <= self.interval[1]
+
+    @property
+    def times(self) -> str:
+        """The speed-up with its interval: "1.20x (1.17 to 1.22), significant"."""
+        if self.speedup is None:
+            return ""
+        low_high = f" ({self.interval[0]:.2f} to {self.interval[1]:.2f})" if self.interval else ""
+        return f"{self.speedup:.2f}x{low_high}{', significant' * self.significant}"
+
     def to_json(self) -> dict[str, Any]:
         kept = {k: v for k, v in asdict(self).items() if v is not None and v != {}}
         return {"key": self.key, **{k: _rounded(v) for k, v in kept.items()}}
@@ -86,6 +113,16 @@ class Row:
                 f"fields={sorted(unknown)}; read the file with the version that wrote it"
             )
         return cls(**{k: v for k, v in row.items() if k != "key"})
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The two values between which the median of what they are drawn from lies, 95 % sure; None of
+    fewer than 6. By order statistics (Hahn and Meeker 1991): each value is above the median with
+    probability 1/2, whatever its distribution."""
+    ordered, n, k = sorted(values), len(values), 0
+    while sum(math.comb(n, i) for i in range(k + 1)) / 2**n <= 0.025:
+        k += 1
+    return (ordered[k - 1], ordered[n - k]) if k else None
 
 
 def _rounded(value: Any) -> Any:

@@ -1,14 +1,19 @@
 """GPT-2 in plain PyTorch, the way nanoGPT writes it: what the training step is compared with.
 
-Parameter names are those of fastpar.models.gpt.GPT, so that the same weights load into both.
+Parameter names are those of fastpar.models.gpt.GPT, so that the same weights load into both. Other
+blocks (NanoChat, Qwen3) are those of transformers.
 Shape legend: B batch, T time, C n_embd, H heads, D head dim, F 4*C, V vocabulary.
 """
+
+import tempfile
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastpar
+from fastpar.files.packages import import_package
+from fastpar.models.hf import save_hf
 from fastpar.settings.model import GPTConfig
 
 
@@ -94,6 +99,28 @@ class GPT(nn.Module):
         state["wte.weight"] = state["wte.weight"][: self.config.vocab_size]
         self.load_state_dict(state)
         return self
+
+
+class Pretrained(nn.Module):
+    """A model of transformers; forward(idx, targets) as above."""
+
+    def __init__(self, model: fastpar.GPT):
+        super().__init__()
+        auto = import_package("transformers", "bench train").AutoModelForCausalLM
+        with tempfile.TemporaryDirectory() as folder:
+            save_hf(model, folder)
+            self.model = auto.from_pretrained(folder, dtype=torch.float32)
+        self.model.train()
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        logits = self.model(input_ids=idx, use_cache=False).logits  # [B, T, V]
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def plain_model(config: GPTConfig) -> nn.Module:
+    """With the weights that fastpar.GPT has with seed 0: stock_model, or transformers' of a block
+    that is not GPT-2's."""
+    return stock_model(config) if config.is_gpt2 else Pretrained(fastpar.GPT(config, seed=0))
 
 
 def stock_model(config: GPTConfig) -> GPT:

@@ -3,11 +3,6 @@
 [Note: steps to a loss] With a learning rate that decays to 0, the loss in the middle of a run
 cannot be compared. AdamW at the best learning rate of its sweep is therefore compared with shorter
 runs of Muon with their own decay, seed by seed.
-
-[Note: time to a loss] Curves of wire formats are of one model and one number of steps; step times
-on a slow link are of a larger model (bench/systems/bench_links.py). The table multiplies them: the
-number of steps until the mean over the seeds reaches the loss that every format reaches
-(interpolated linearly), times the step time.
 """
 
 import json
@@ -18,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.records import Row
-from bench.report.tables import Line, NoResultsError, Table
+from bench.report.tables import Line, Table
 from fastpar.settings.config import TrainConfig
 
 Run = dict[str, Any]  # a line of a rows.jsonl
@@ -121,62 +115,6 @@ def curves_table(rows: Sequence[Run]) -> Table:
     return Table(["gradients on the wire", "steps", "seeds", "bits a byte"], lines)
 
 
-STEP_OF = {  # format of a curve -> variant of `bench wires`
-    "fp32": "fastpar ZeRO-2",
-    "bf16": "fastpar ZeRO-2, bf16 both",
-    "int8, weights too": "fastpar ZeRO-2, int8 both",
-    "int8": "fastpar ZeRO-0, int8",
-    "DiLoCo, every 10": "fastpar, DiLoCo every 10",
-    "DiLoCo, every 50": "fastpar, DiLoCo every 50",
-    "local SGD, every 50": "fastpar, DiLoCo every 50",
-}
-
-
-def time_table(rows: Sequence[Run], steps: Sequence[Row]) -> Table:
-    """See [Note: time to a loss]."""
-    longest = max((row["steps"] for row in rows if "curve" in row), default=0)
-    curves: dict[str, list[Run]] = defaultdict(list)
-    for row in rows:
-        if row["steps"] == longest and "curve" in row and row["format"] in STEP_OF:
-            curves[row["format"]].append(row)
-    means: dict[str, list[tuple[int, float]]] = {}
-    for name, some in curves.items():
-        moments = zip(*(row["curve"] for row in some))
-        means[name] = [(at[0][0], statistics.fmean(bits for _, bits in at)) for at in moments]
-    if not means:
-        raise NoResultsError(
-            "time_table: expected curves of formats, got none; run `python -m bench study wires`"
-        )
-    goal = max(min(bits for _, bits in mean) for mean in means.values())
-    own = [row for row in steps if row.bench == "wires" and row.median_ms is not None]
-    ms = {(row.variant, row.notes["link_mbit"]): row for row in own}
-    lines = []
-    for name, mean in means.items():
-        timed = [ms.get((STEP_OF[name], mbit)) for mbit in (1000, 100)]
-        used, needed, cells = [row for row in timed if row], _reached(mean, goal), list[str]()
-        if not used:
-            continue
-        for found in timed:
-            each = found.median_ms if found else None
-            cells += ["", ""] if each is None else [f"{each:.0f}", f"{needed * each / 1e3:.0f}"]
-        seeds = str(len(curves[name]))
-        cells = [name, seeds, f"{needed:.0f}", STEP_OF[name], *cells]
-        lines.append(Line(cells, [*curves[name], *used]))
-    head = ["gradients on the wire", "seeds", f"steps to {goal:.3f} bits a byte", "step measured"]
-    return Table([*head, "ms, 1 Gbit/s", "s", "ms, 100 Mbit/s", "s"], lines)
-
-
-def _reached(mean: Sequence[tuple[int, float]], goal: float) -> float:
-    """The step at which a curve is at a loss for the first time."""
-    before = mean[0]
-    for step, bits in mean:
-        if bits <= goal:
-            share = (before[1] - goal) / (before[1] - bits) if bits < before[1] else 0.0
-            return before[0] + share * (step - before[0])
-        before = step, bits
-    raise AssertionError("every curve reaches the goal")
-
-
 def beside_table(rows: Sequence[Run], word: str, loss: str, what: str) -> Table:
     """Every cell of a study beside the first one, on the same seeds."""
     cells: dict[str, dict[int, Run]] = defaultdict(dict)
@@ -205,20 +143,17 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Run]], Table]]] = {
     "blocks": ("main_job", blocks_table),
     "muon": ("muon", muon_table),
     "formats": ("wires", curves_table),
-    "time": ("wires", curves_table),
     "products": ("fp8", partial(beside_table, word="products", loss="bits_per_byte", what="fp8")),
     "storage": ("storage", partial(beside_table, word="recipe", loss="val_loss", what="storage")),
     "experts": ("experts", partial(beside_table, word="recipe", loss="val_loss", what="layers")),
 }
 
 
-def table(
-    name: str, results: Path, steps: Callable[[], Sequence[Row]]
-) -> tuple[dict[str, Any], Table]:
-    """The newest machine and the table; steps: rows of benches."""
+def table(name: str, results: Path) -> tuple[dict[str, Any], Table]:
+    """The newest machine and the table."""
     folder, make = TABLES[name]
     text = (results / folder / "rows.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines()]
-    made = time_table(rows, steps()) if name == "time" else make(rows)
+    made = make(rows)
     used = [row for line in made.lines for row in line.rows if row in rows] or rows
     return max((row["machine"] for row in used), key=lambda machine: machine["date"]), made

@@ -41,7 +41,7 @@ def render(name: str, folder: Path) -> str:
     if kind == "published":
         return published.table() + "\n"
     if kind in learning.TABLES:
-        made = [learning.table(kind, folder, lambda: _wires(device, folder))]
+        made = [learning.table(kind, folder)]
     else:
         make = TABLES.get(kind, tables.ops_table)
         found = [
@@ -56,12 +56,6 @@ def render(name: str, folder: Path) -> str:
             "run its bench with --commit-results first"
         )
     return "\n".join(parts)
-
-
-def _wires(device: str, folder: Path) -> list[Row]:
-    """The rows of the newest machine that has steps on a slow link."""
-    every = (rows for _, rows in machines_of(device, folder))
-    return next((rows for rows in every if any(row.bench == "wires" for row in rows)), [])
 
 
 def _headline(folder: Path) -> str:

@@ -190,7 +190,7 @@ def waited(row: Row, rows: Sequence[Row]) -> str:
 def speedup(row: Row) -> str:
     """The speed-up over the baseline; a fastpar row that is slower than a peer says so."""
     is_slower = is_ours(row) and not (row.baseline or "").startswith("fastpar")
-    return times(row.speedup) + ", slower" * (is_slower and (row.speedup or 1.0) < 0.995)
+    return row.times + ", slower" * (is_slower and (row.speedup or 1.0) < 0.995)
 
 
 CELLS: dict[str, Cell] = {  # heading -> cell, unless a table has its own
@@ -205,6 +205,8 @@ CELLS: dict[str, Cell] = {  # heading -> cell, unless a table has its own
     "rate": of(rate),
     "of the ceiling": of(lambda row: f"{number(row.percent_of_ceiling)} %"),
     "host us": of(lambda row: number(row.host_us)),
+    "host ms": of(lambda row: number(row.host_us and row.host_us / 1e3)),
+    "compile s": of(lambda row: number(row.compile_s)),
     "peak MB": of(megabytes),
     "live MB": note("live_bytes", 1e-6),
     "wire MB": note("wire_bytes", 1e-6),
@@ -234,7 +236,7 @@ def spec(
 ) -> Callable[[Sequence[Row]], Table]:  # fmt: skip
     """A table: its rows, the headings that name a row, and the headings of its values. A heading
     "text = case" shows CELLS["case"] under another text; own: cells of this table only; also: other
-    rows that a line is made of."""
+    rows that a line is made of. Columns that no row fills are left out."""
     headings = [h.partition(" = ") for h in f"{names} | {values}".split(" | ")]
     cells = [{**CELLS, **(own or {})}[key or text] for text, _, key in headings]
     count = names.count(" | ") + 1
@@ -246,7 +248,9 @@ def spec(
             line += [f"refused: {row.refused}"] * bool(row.refused)
             others = [r for r in also(row) if r is not None]
             lines.append(Line(line + [""] * (len(cells) - len(line)), [row, *others]))
-        return Table([text for text, _, _ in headings], lines)
+        full = [i for i in range(len(cells)) if any(line.cells[i] for line in lines)]
+        lines = [Line([cells[i] for i in full], rows) for cells, rows in lines]
+        return Table([headings[i][0] for i in full], lines)
 
     return make
 
@@ -343,9 +347,8 @@ def ops_table(rows: Sequence[Row]) -> Table:
         aside = "" if row.variant == "fastpar" else f" ({row.variant})"
         return f"{row.case}{aside}, {row.direction}"
 
-    values = "fastpar ms = ms | against fastest | rate | of the ceiling"
-    values += " | peak MB | stock peak MB" * any(r.peak_bytes is not None for r in every)
-    values += " | host us" * any(r.host_us is not None for r in every)
+    values = "fastpar ms = ms | against fastest | rate | of the ceiling | peak MB | stock peak MB"
+    values += " | host us | compile s"
     cells = {
         "op": of(name),
         "stock ms": of(lambda row: shown(base(row))),
@@ -365,7 +368,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
     "train": spec(
         only("train", lambda row: row.direction == "step" and not row.case.startswith("char")),
         "training step = case | variant | ranks x threads",
-        "ms | tokens/s | speed-up | peak MB | memory",
+        "ms | tokens/s | speed-up | peak MB | memory | host ms | compile s",
     ),
     "char": spec(
         only("train", lambda row: row.direction == "step" and row.case.startswith("char")),
@@ -376,7 +379,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
     "zero": spec(
         only("zero", together=True),
         "training step = case: variant | ranks x threads",
-        f"ms | tokens/s | {BESIDE} | peak MB | live MB | exposed ms | wire MB",
+        f"ms | tokens/s | {BESIDE} | peak MB | live MB | exposed ms | wire MB | host ms",
     ),
     "tp": spec(
         tp_rows,

@@ -4,7 +4,8 @@ Plain PyTorch is bench/peers/stock.py, eager and under torch.compile, with fused
 clip_grad_norm_; for two ranks it is DDP with 25 MB buckets. Same weights, batches and threads, in
 turns (bench/systems/steps.py). Cases: 6x384 and 12x768 on a CPU, one process in fp32, with AMX in
 bf16 (fastpar with fp32 masters, plain PyTorch under autocast), and two ranks; char, nanoGPT's CPU
-recipe with its loss curve; on a GPU 124M and 1.5B.
+recipe with its loss curve; on a GPU 124M and 1.5B. "model NAME" are MODELS, on a CPU in fp32 those
+that find memory; NanoChat and Qwen3 stand beside transformers' classes.
 
 Rows of direction "products" are the matrix products of a step of one process, each timed alone by
 torch.mm at its shape, all cores: a step that is as fast as they are together is at the roofline.
@@ -13,11 +14,13 @@ square, the six of a step that computes nothing again.
 
 [Note: the gate of a training step] After its timed steps a fastpar variant computes the gradients
 of one small batch; their error against plain PyTorch in fp64 on the same weights, as a vector norm,
-may be at most twice that of plain PyTorch in the same precision, plus one rounding.
+may be at most twice that of plain PyTorch in the same precision, plus one rounding. Models of
+transformers compute in fp32 at most; there the losses are compared, see steps.py.
 """
 
 import os
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +33,17 @@ from bench.harness import Bench, stopwatch
 from bench.peers import stock
 from bench.peers.contenders import update_error
 from bench.records import Row
-from bench.systems.steps import Log, Turns, batch, judge_error, row_of, start
+from bench.systems.steps import (
+    LOSS_BOUND,
+    Log,
+    Turns,
+    available_bytes,
+    batch,
+    judge_error,
+    judge_losses,
+    row_of,
+    start,
+)
 from fastpar.comm.host import memory_mb
 from fastpar.comm.mesh import Mesh
 from fastpar.data.batches import eval_batches, load_data, sample_batch
@@ -45,7 +58,7 @@ from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import cosine_lr, param_groups
 from fastpar.settings.model import GPTConfig
 
-TIME_LIMIT_S = {"cpu": 3600, "cuda": 280}
+TIME_LIMIT_S = {"cpu": 3600, "cuda": 1200}
 CONFIGS = {
     "6x384": (GPTConfig(6, 6, 384, 256, 50304, dropout=0.0), 8),
     "12x768": (GPTConfig(12, 12, 768, 256, 50304, dropout=0.0), 4),
@@ -53,6 +66,15 @@ CONFIGS = {
     "1.5B": (GPTConfig(48, 25, 1600, 1024, 50304, dropout=0.0), 4),
 }
 QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
+MODELS = {  # preset -> what runs with --quick
+    "gpt2": QUICK,
+    "gpt2-medium": QUICK,
+    "gpt2-large": QUICK,
+    "gpt2-xl": QUICK,
+    "nanochat-d12": GPTConfig.preset("nanochat-tiny", vocab_size=256),
+    "qwen3-0.6b": GPTConfig.preset("qwen3-tiny", vocab_size=256),
+}
+BYTES = 24  # of a parameter in fp32: weight, gradient, two moments; the rest for activations
 CHAR_STEPS, CHAR_BATCH, CHAR_SLICE = 2000, 12, 50
 GPU_CASES = ("124M", "1.5B")
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.99), 0.1, 1.0
@@ -101,7 +123,7 @@ class Variant:
         if spec.keep_memory:
             keep_freed_memory()
         if spec.kind == "stock":
-            plain: nn.Module = stock.stock_model(spec.config).to(spec.device)
+            plain: nn.Module = stock.plain_model(spec.config).to(spec.device)
             how: Any = {"betas": BETAS, "weight_decay": WEIGHT_DECAY, "eps": 1e-8}
             optimizer = adamw_of(plain, Settings(lr=spec.lr, **how))
             if spec.ranks > 1:
@@ -127,9 +149,12 @@ class Variant:
         on_gpu = self.spec.device == "cuda"
         losses: list[Any] = []
         reports: list[dict[str, float]] = []
+        host: list[float] = []
 
         def one(index: int) -> None:
+            begin = time.thread_time()
             losses.append(self._step(first + index, *batches[index]))
+            host.append(time.thread_time() - begin)
             if not on_gpu:
                 losses[-1] = losses[-1].item()
                 reports.append(self._report())
@@ -139,12 +164,12 @@ class Variant:
             for i in range(untimed):
                 one(i)
             total, _ = stopwatch(lambda: list(map(one, range(untimed, count))), "cuda")
-            times = [total / (count - untimed)]
+            times, host = [total / (count - untimed)], host[untimed:]
             losses = [loss.item() for loss in losses]
             torch.cuda.empty_cache()  # the next variant's turn: same GPU
         else:
             times = [stopwatch(lambda i=i: one(i), "cpu")[0] for i in range(count)]  # type: ignore
-        return {"ms": times, "losses": losses, "reports": reports}
+        return {"ms": times, "losses": losses, "reports": reports, "host_s": host}
 
     def _step(self, index: int, x: Tensor, y: Tensor) -> Tensor:
         if self.spec.schedule is not None:
@@ -256,7 +281,8 @@ def take_turns(
         logs = turns.logs
 
         def reset(name: str) -> None:
-            turns.turn(name, warmup, None)
+            for count in (1, warmup - 1) if warmup else ():  # the first one compiles
+                turns.turn(name, count, None)
             turns.ask(name, "reset_peak")
 
         def finish(name: str) -> None:
@@ -277,7 +303,13 @@ def take_turns(
             turns.each(reset, [name])
         turns.run(rounds, steps)
         turns.each(finish)
-        turns.each(gate)
+        first = next(iter(specs))
+        if specs[first].config.is_gpt2:
+            turns.each(gate)
+        else:
+            eps = torch.finfo(torch.bfloat16).eps if specs[first].half else 0.0
+            bound = max(LOSS_BOUND, eps * max(logs[first].losses, default=0.0))
+            judge_losses(logs, first, lambda _: bound)
     return logs
 
 
@@ -379,15 +411,43 @@ def run_char(bench: Bench) -> None:
     bench.add(*to_rows(bench, title, specs, logs, "eager"))
 
 
+def run_model(bench: Bench, name: str) -> None:
+    """A model as it is, at a batch that fits; on a CPU without torch.compile, which takes minutes
+    for each."""
+    on_gpu = bench.device == "cuda"
+    config = MODELS[name] if bench.quick else GPTConfig.preset(name, dropout=0.0)
+    length = min(config.block_size, 1024 if on_gpu else 256)
+    run_pairs(bench, f"model {name}", replace(config, block_size=length), 8 if on_gpu else 1)
+
+
 def run_gpu(bench: Bench, name: str) -> None:
-    """One size at one batch size, two variants at a time: so much memory is there."""
-    config, batch_size = (QUICK, 4) if bench.quick else CONFIGS[name]
-    rounds, steps = (1, 2) if bench.quick else (4, 5)
-    title = f"{'quick' if bench.quick else name} T={config.block_size} B={batch_size}"
+    """One size at one batch size."""
+    run_pairs(
+        bench, "quick" if bench.quick else name, *((QUICK, 4) if bench.quick else CONFIGS[name])
+    )
+
+
+def run_pairs(bench: Bench, name: str, config: GPTConfig, batch_size: int) -> None:
+    """Two variants at a time: so much memory is there."""
+    on_gpu = bench.device == "cuda"
+    rounds, steps = (1, 2) if bench.quick else (6, 5 if on_gpu else 1)
+    title = f"{name} T={config.block_size} B={batch_size}"
     eager = Spec("stock", config, batch_size, device=bench.device)
+    eager = replace(eager, threads=1 if on_gpu else torch.get_num_threads())
     bases = {"eager": eager, "torch.compile": replace(eager, compiled=True)}
+    if not on_gpu and name.startswith("model"):
+        del bases["torch.compile"]
+        with torch.device("meta"):
+            parameters = GPT(config).num_parameters()
+        needed = 2 * BYTES * parameters
+        if needed > available_bytes():
+            why = f"two variants need {needed / 1e9:.0f} GB of memory"
+            bench.add(
+                *(bench.timed_row(title, "step", n, (), refused=why) for n in ("eager", "fastpar"))
+            )
+            return
     for base, spec in bases.items():
-        specs = {base: spec, "fastpar": replace(eager, kind="fastpar")}
+        specs = {base: spec, "fastpar": replace(eager, kind="fastpar", keep_memory=not on_gpu)}
         logs = take_turns(specs, rounds=rounds, steps=steps, warmup=3)
         case = f"{title}, compiled" if spec.compiled else title
         bench.add(*to_rows(bench, case, specs, logs, base))
@@ -397,8 +457,10 @@ def run(bench: Bench) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     jobs = {name: partial(run_cpu, bench, name) for name in ("6x384", "12x768")}
     jobs["char"] = partial(run_char, bench)
+    names = {MODELS[n] if bench.quick else n: n for n in MODELS}.values()  # each tiny shape once
+    models = {f"model {name}": partial(run_model, bench, name) for name in names}
     if bench.device == "cuda" or (bench.quick and bench.only in GPU_CASES):
         jobs = {name: partial(run_gpu, bench, name) for name in GPU_CASES}
-    for name, job in jobs.items():
+    for name, job in (jobs | models).items():
         if bench.only in name and not (bench.quick and name == "12x768"):  # tiny as well
             job()

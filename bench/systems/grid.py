@@ -6,9 +6,7 @@
 Bytes, messages and memory are predicted (fastpar/axes, fastpar/predict); tests/predict and
 tests/contracts compare them with real ranks. With --mbit four ranks of one thread each train behind
 real links (bench/systems/links.py), all layouts twice, the second time in reverse order; their
-losses must agree. The ratios that ColossalAI's authors published are of other models and machines,
-in 16 bits, without sequence parallelism. Nobody has published a comparison with tensor parallelism
-x ZeRO-3.
+losses must agree. What grids cost on many GPUs says `fastpar plan`.
 """
 
 import json
@@ -22,18 +20,13 @@ from bench.report.tables import markdown
 from bench.systems import links
 from bench.systems.steps import batch
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
-from fastpar.axes import layout_text
 from fastpar.axes.step import CommOp, Setup, Workload
-from fastpar.predict.machine import Cluster, DatasheetRates
 from fastpar.predict.memory import predict_memory, predict_states
-from fastpar.predict.search import search, why_not
 from fastpar.predict.time import comm_ops_of
 from fastpar.settings.mesh import parse_grid
-from fastpar.settings.model import PRESETS
 from fastpar.settings.parallel import Parallel
 
 SHAPE, B = GPTConfig(4, 8, 256, 128, 4096, dropout=0.0), 8  # sequences of a step
-XL = PRESETS["gpt2-xl"]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP 4, sequence parallel": {"tp": 4},
     "TP 2 x ZeRO-3": {"tp": 2, "zero_stage": 3},
@@ -42,12 +35,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 STEPS = 5  # on a link, the first not timed, twice
 LOSS_BOUND = 1e-5
-LIMIT_BYTES = 70e9  # of a GPU
-PAPER = (16, 64, 256, 1024)
-PUBLISHED = (
-    "Optimus, 64 GPUs: training 1.48x Megatron without sequence parallelism (arXiv 2104.05343)",
-    "Tesseract, 64 GPUs: 1.38x Megatron, 1.53x Optimus, strong scaling (arXiv 2105.14500)",
-)
 
 
 class LinkedRank:
@@ -96,16 +83,12 @@ def on_link(mbit: float) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def on_paper(
-    ranks: int, layout: dict[str, Any], shape: GPTConfig = XL, batch: int | None = None
-) -> list[str]:
-    """MB sent, inside of layers and in all, messages; MB of weights and moments, and of the peak.
-    Without a batch: 4 sequences a rank, in bf16."""
-    workload = Workload(shape, batch or 4 * ranks)
-    dtype = "bf16" if batch is None else "fp32"
-    made: Any = {"device_type": "cpu", "transport": "shm", "dtype": dtype, **layout}
-    dp = Setup(world_size=ranks, **made).dp
-    setup = Setup(world_size=ranks, micro_batch_size=workload.batch_size // dp, **made)
+def on_paper(layout: dict[str, Any]) -> list[str]:
+    """MB sent inside of layers and in all, messages; MB of weights and moments, and of the peak."""
+    workload = Workload(SHAPE, B)
+    made: Any = {"device_type": "cpu", "transport": "shm", "dtype": "fp32", **layout}
+    dp = Setup(world_size=4, **made).dp
+    setup = Setup(world_size=4, micro_batch_size=B // dp, **made)
     comms = [c for c in comm_ops_of(workload, setup) if c.axis != "control"]
     states = predict_states(workload, setup)
     sizes = [sum(sent(c) for c in comms if c.axis == "tp"), sum(map(sent, comms))]
@@ -120,30 +103,6 @@ def sent(comm: CommOp) -> float:
     return ways * (comm.ranks - 1) / comm.ranks * comm.bytes * comm.count
 
 
-def of_many(ranks: int) -> dict[str, dict[str, Any]]:
-    """Layouts of so many ranks."""
-    q = int(ranks**0.5)
-    deep, tp = q // 2, min(q, 16)
-    found: dict[str, dict[str, Any]] = {
-        "TP 8 x ZeRO-3, groups of 8": {"tp": min(8, q), "zero_stage": 3, "shard_size": 8},
-        f"TP {tp} x ZeRO-3": {"tp": tp, "zero_stage": 3},
-    }
-    if q <= 16:
-        found[f"grid {q}x{q}"] = {"tp": q, "tp_grid": f"{q}x{q}"}
-    return found | {f"grid {deep}x{deep}x4": {"tp": deep, "tp_grid": f"{deep}x{deep}x4"}}
-
-
-def planned(ranks: int) -> str:
-    """What `fastpar plan` says of grids on so many H100s, for the batch of on_paper()."""
-    cluster, template = Cluster.of("h100", ranks), Setup(world_size=ranks)
-    rates = DatasheetRates(cluster, template)
-    limits: Any = {"limit_bytes": LIMIT_BYTES, "per_node": cluster.per_node}
-    found = search(Workload(XL, 4 * ranks), template, rates=rates, fixed={"pp"}, **limits)
-    grid = next(e for e in found if e.setup.tp_grid is not None)
-    best, other = layout_text(found[0].setup), layout_text(grid.setup)
-    return f"- {ranks} GPUs: {best}; {other}: {why_not(grid, found[0], LIMIT_BYTES)}"
-
-
 def page(found: dict[str, Any]) -> str:
     """README.md of the rows on a link and of the formulas."""
     mb = ["sent inside of layers, MB", "sent, MB", "messages"]
@@ -154,8 +113,7 @@ def page(found: dict[str, Any]) -> str:
     for name, layout in LAYOUTS.items():
         row = real["rows"][name]
         cells = [f"{row['ms']:.0f}", f"{row['ms'] / fastest:.2f}", f"{row['sent'] / 1e6:.1f}"]
-        four.append([name, *cells, *on_paper(4, layout, SHAPE, B)])
-    many = [[f"{n}: {name}", *on_paper(n, x)] for n in PAPER for name, x in of_many(n).items()]
+        four.append([name, *cells, *on_paper(layout)])
     about_page = (__doc__ or "").split("\n\n", 2)[2]
     link = f"behind a link of {real['mbit']:g} Mbit/s, one thread each on {about['cores']} cores"
     return "\n".join(
@@ -167,12 +125,6 @@ def page(found: dict[str, Any]) -> str:
             f"AdamW; medians of {2 * (STEPS - 1)} steps; bytes of a step and rank, those on the",
             "right by formula:\n",
             markdown(["layout", "ms a step", "of the fastest", "MB sent, with headers", *mb], four),
-            "\nPublished by the authors of ColossalAI's layers:\n",
-            *(f"- {text}" for text in PUBLISHED),
-            "\nOn paper: GPT-2 XL, bf16, 4 sequences a rank and step (grids with stage 0):\n",
-            markdown(["ranks: layout", *mb], many),
-            "\nWhat `fastpar plan` says of the same model and batch on H100s, 8 a node:\n",
-            *map(planned, PAPER),
             f"\n{machine_line(about)}.\n",
         ]
     )

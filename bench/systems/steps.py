@@ -120,17 +120,19 @@ class Rank:
         """The next steps: ms of each from start to start, losses, and what the engine reports."""
         batches = [self.batch(self.count + i) for i in range(count)]
         self.count += count
-        begins, losses, reports, cpu = [], [], [], time.process_time()
+        begins, losses, reports, host, cpu = [], [], [], [], time.process_time()
         for x, y in batches:
             begins.append(time.perf_counter())
+            host.append(-time.thread_time())
             losses.append(self.made.step(x, y).item())
+            host[-1] += time.thread_time()
             reports.append(self.made.report())
         begins.append(time.perf_counter())
         cpu = (time.process_time() - cpu) * 1e3 / count
         if self.trial.linked:
             forget_peak()  # the other contenders need freed memory while this one waits
         ms = [(b - a) * 1e3 for a, b in itertools.pairwise(begins)]
-        return {"ms": ms, "losses": losses, "reports": reports, "cpu_ms": [cpu]}
+        return {"ms": ms, "losses": losses, "reports": reports, "cpu_ms": [cpu], "host_s": host}
 
     def phases(self, count: int) -> dict[str, float]:
         """Median ms of forward, backward and optimizer; the first two steps are not counted."""
@@ -149,6 +151,9 @@ class Rank:
 
     def peak_bytes(self) -> int:
         return self.peak
+
+    def first_ms(self) -> float:
+        return self.first["ms"][0]
 
     def check(self) -> dict[str, float]:
         """Errors against the exact run. Ranks: all; rank 0 compares."""
@@ -248,6 +253,8 @@ class Log:
     losses: list[float] = field(default_factory=list)
     reports: list[dict[str, float]] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)  # of all threads a step, of each turn
+    host_s: list[float] = field(default_factory=list)  # CPU time of the thread that trains
+    first_ms: float | None = None  # of the first step, which compiles
     sent_bytes: list[float] = field(default_factory=list)  # a step, of each turn
     notes: dict[str, Any] = field(default_factory=dict)
     peak_bytes: int | None = None
@@ -256,9 +263,12 @@ class Log:
     def extend(self, answers: Sequence[dict[str, list]], warm: int | None = 0) -> None:
         """A turn, whose first `warm` steps are not timed; None: nothing of it is."""
         self.losses += [statistics.fmean(step) for step in zip(*(a["losses"] for a in answers))]
+        if self.first_ms is None:
+            self.first_ms = max(a["ms"][0] for a in answers)
         if warm is None:
             return
         self.ms += [max(step) for step in zip(*(a["ms"] for a in answers))][warm:]
+        self.host_s += [max(step) for step in zip(*(a["host_s"] for a in answers))][warm:]
         for step in [*zip(*(a["reports"] for a in answers))][warm:]:
             self.reports.append({name: max(r[name] for r in step) for name in step[0]})
         self.cpu_ms += [max(turn) for turn in zip(*(a.get("cpu_ms", ()) for a in answers))]
@@ -310,6 +320,7 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
             self.ranks[name] = self.begin(trials[name])
             if getattr(trials[name], "gated", False):
                 self.logs[name].peak_bytes = max(self.ask(name, "peak_bytes"))
+                self.logs[name].first_ms = max(self.ask(name, "first_ms"))
             if reference is not None:
                 answers = self.ask(name, "check")
                 self.logs[name].notes["update_error"] = judge_weights(answers, reference)
@@ -364,6 +375,8 @@ def row_of(
         return row
     row.tokens_per_s = 1e3 * trial.tokens_per_step / row.median_ms
     row.peak_bytes = log.peak_bytes
+    row.host_us = 1e6 * statistics.median(log.host_s)
+    row.add_first(log.first_ms or 0.0)
     mark = "engine_" if log.sent_bytes else ""  # where the bench has an account of its own
     for name in log.reports[-1] if log.reports else ():
         row.notes[mark + name] = statistics.median(r[name] for r in log.reports)

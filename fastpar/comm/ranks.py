@@ -122,6 +122,8 @@ def rank_environment(rank: int, nproc: int, port: int, threads: int) -> dict[str
         "OMP_NUM_THREADS": str(threads),
         _LAUNCHER: "1",
     }
+    if nproc * threads > available_cores():  # ranks share cores: waiting threads must not spin
+        environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "passive")
     # By default gloo resolves the host name, which many containers and laptops cannot resolve.
     if (interface := os.environ.get("GLOO_SOCKET_IFNAME", loopback())) is not None:
         environment["GLOO_SOCKET_IFNAME"] = interface

@@ -91,8 +91,14 @@ class CpuClock:
         call()
         return (time.perf_counter() - start) * 1e3
 
-    def host_us(self, call: Call) -> float | None:
-        return None
+    def host_us(self, call: Call, runs: int = 3) -> float:
+        """CPU time of the calling thread, without that of the others."""
+        times = []
+        for _ in range(runs):
+            start = time.thread_time()
+            call()
+            times.append((time.thread_time() - start) * 1e6)
+        return float(np.median(times))
 
 
 class CudaClock:
@@ -153,7 +159,21 @@ def interleave(
     min_runs: int = 7,
     max_runs: int = 200,
 ) -> dict[str, Timing]:
-    """Times the variants in turn, round after round.
+    """Times the variants in turn, round after round; see samples_in_turn()."""
+    how: Any = {"budget_s": budget_s, "min_runs": min_runs, "max_runs": max_runs}
+    samples = samples_in_turn(variants, clock, **how)
+    return {name: Timing.of(times) for name, times in samples.items()}
+
+
+def samples_in_turn(
+    variants: Mapping[str, Sequence[Call]],
+    clock: Any,
+    *,
+    budget_s: float,
+    min_runs: int = 7,
+    max_runs: int = 200,
+) -> dict[str, list[float]]:
+    """Milliseconds of each round: the n-th ones of all variants are of one round.
 
     Args:
         variants: name -> the same call on several input sets, used in rotation.
@@ -172,7 +192,7 @@ def interleave(
             break
         for name, calls in variants.items():
             samples[name].append(clock.sample(calls[index % len(calls)]))
-    return {name: Timing.of(times) for name, times in samples.items()}
+    return samples
 
 
 Way = Callable[[], AbstractContextManager[None]]

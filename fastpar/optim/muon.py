@@ -559,18 +559,16 @@ class Muon(AdamW):
             update = update.view(p.shape).to(values.dtype)
             alike.setdefault((row.group, values.dtype), []).append((row, values, update, rate))
         for (number, _), these in alike.items():
-            group, (rows, values, updates, rates) = (
-                self.param_groups[number],
-                map(list, zip(*these)),
-            )
+            group, values = self.param_groups[number], [x for _, x, _, _ in these]
+            steps = torch._foreach_mul([x for _, _, x, _ in these], [rate for *_, rate in these])
             decay = float(group["lr"]) * float(group["weight_decay"])
             if decay and group["cautious"]:
-                for x, update in zip(values, updates):
+                for _, x, update, _ in these:
                     x.sub_(x * decay * (update * x > 0))
             elif decay:
                 torch._foreach_mul_(values, 1.0 - decay)
-            torch._foreach_sub_(values, torch._foreach_mul(updates, rates))
-            for row, x in zip(rows, values):
+            torch._foreach_sub_(values, steps)
+            for row, x, *_ in these:
                 store_values(row.piece, self.state[row.param], x)
 
     def _owners(self, engine: Engine, dtype: torch.dtype, travel: str) -> Owners:

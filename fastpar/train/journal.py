@@ -218,7 +218,8 @@ def plot_loss(rows: Iterable[dict[str, Any]], path: str | Path, *, title: str) -
         reach = min(19, len(losses) // 30)
         # The last means have few neighbours: they would show the last steps' noise.
         bold = runs.smoothed(losses.tolist(), reach)[: len(losses) - reach // 2]
-        axes.plot(steps[: len(bold)], bold, color="tab:blue", linewidth=2, label="train (smoothed)")
+        label = "train" + " (smoothed)" * (reach > 0)
+        axes.plot(steps[: len(bold)], bold, color="tab:blue", linewidth=2, label=label)
     steps, losses = few(points["val_loss"], _MOST_POINTS)
     if len(steps):
         axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="validation")

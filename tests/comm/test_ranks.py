@@ -109,6 +109,15 @@ def test_a_thread_that_hangs_is_named():
 # Ranks: processes that stay
 
 
+def test_threads_sleep_where_ranks_share_cores(monkeypatch):
+    monkeypatch.setattr(ranks, "available_cores", lambda: 4)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    policy = [ranks.rank_environment(0, 2, 1, n).get("OMP_WAIT_POLICY") for n in (1, 2, 3)]
+    assert policy == [None, None, "passive"]
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert ranks.rank_environment(0, 2, 1, 3)["OMP_WAIT_POLICY"] == "active"
+
+
 def rank_and_sum(rank, x):
     rank.barrier()
     total = torch.tensor([x + rank.rank])

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from cells import slow
@@ -22,9 +23,9 @@ from bench.harness import Bench, Case
 from bench.ops import tune
 from bench.peers import packages
 from bench.peers.published import TOLERANCE, predict, published, table
-from bench.records import RESULTS, ResultFile, Row, load, machine
+from bench.records import RESULTS, ResultFile, Row, load, machine, median_interval
 from bench.report import report
-from bench.systems import steps
+from bench.systems import compare, steps
 from fastpar.comm.ranks import RankFailed
 from fastpar.doctor.table import VERSION
 from fastpar.doctor.trial import CpuClock, launches_of
@@ -122,6 +123,44 @@ def test_weights_and_losses_of_another_run_are_refused():
 # Rows
 
 
+def test_a_speed_up_has_the_interval_of_its_median():
+    """By order statistics: of n values, the k-th from either end leaves a tail of at most 2.5 %."""
+    assert median_interval([1.0] * 5) is None  # the extremes of 5 miss the median in 1 of 16
+    assert median_interval([6.0, 1.0, 3.0, 2.0, 5.0, 4.0]) == (1.0, 6.0)  # 2 / 2^6 = 3 %
+    assert median_interval(range(100)) == (39, 60)  # ranks 40 and 61, as tables have them
+    rng, missed = np.random.default_rng(0), 0
+    for _ in range(400):  # of a skewed distribution whose median is 1
+        low, high = median_interval(rng.lognormal(size=15))
+        missed += not low <= 1 <= high
+    assert missed <= 30  # 3.5 % are expected, 14; 30 has probability 1e-4
+
+
+def test_only_what_differs_by_more_than_chance_is_called_significant():
+    drift = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]  # the machine slows down: turns alone compare
+    for factor, significant in ((2.0, True), (1.0, False)):
+        noise = [1.1, 0.9, 1.0, 1.05, 0.95, 1.0]
+        row = make_row(variant="fastpar", speedup=None)
+        row.compare("eager", [factor * x * n for x, n in zip(drift, noise)], drift)
+        assert row.speedup == pytest.approx(factor)
+        assert row.interval == pytest.approx((0.9 * factor, 1.1 * factor))
+        assert row.significant == row.times.endswith("), significant") == significant
+        assert Row.from_json(json.loads(json.dumps(row.to_json()))).times == row.times
+    row.compare("fastpar", drift, drift)
+    assert (row.times, row.significant) == ("1.00x", False)
+
+
+def test_compilation_is_told_apart_from_running(tmp_path):
+    def compiled(x, b, seen=set()):  # noqa: B006 - what it has compiled
+        if x.shape not in seen:
+            time.sleep(0.3)
+        seen.add(x.shape)
+        return bias_gelu_ref(x, b)
+
+    found = gated(tmp_path, fastpar=compiled)
+    assert found["fastpar", "forward"].compile_s > 0.2
+    assert found["eager", "forward"].host_us > 0
+
+
 def test_rows_merge_by_key_and_survive_a_round_trip(tmp_path):
     path = tmp_path / "new" / "rows.json"
     ResultFile(path, ABOUT).add(make_row(), make_row(variant="fastpar", host_us=1.23456789))
@@ -177,6 +216,36 @@ def test_a_quick_run_has_rows_that_no_gate_refuses(name, tmp_path, monkeypatch):
     red = {row.variant: row.refused for row in rows if row.refused}
     assert all(MISSING.search(why) for why in red.values()), red
     assert any(row.variant.startswith("fastpar") for row in rows) or red
+
+
+@pytest.mark.slow
+def test_two_commits_take_turns_in_processes_of_their_own(monkeypatch, capsys):
+    """This checkout beside itself; another one's commit is a matter of building it."""
+    started = []
+
+    def start(folder, *words):
+        started.append(start_in(folder, *words))
+        return started[-1]
+
+    start_in = compare.start
+    monkeypatch.setattr(compare, "start", start)
+    monkeypatch.setattr(compare, "tree", lambda commit: ROOT)
+    assert door.main(["compare", "old", "new", "philox", "train", "--quick", "--rounds", "6"]) == 0
+    out = capsys.readouterr().out
+    assert "| ms | old | new | CPU, old | CPU, new | new, times as fast |" in out
+    assert re.search(
+        r"^\| dropout.*, forward( \| [\d.e-]+){4} \| [\d.]+x \([\d.]+ to", out, re.M
+    ), out
+    assert "\n| train quick, step |" in out
+    assert len(started) == 4
+    assert all(process.poll() is not None for process in started)
+    assert door.main(["compare", "old", "new", "nothing", "--quick"]) == 2
+    assert "compare: nothing cpu quick ended" in capsys.readouterr().err
+
+
+def test_a_commit_that_is_none_is_refused(capsys):
+    assert door.main(["compare", "no-such-commit", "HEAD"]) == 2
+    assert "compare: expected a commit, got no-such-commit; " in capsys.readouterr().err
 
 
 # The door

@@ -1,6 +1,7 @@
 """The command line: what wins over what, one line for a mistake, the small commands."""
 
 import io
+import itertools
 import json
 import os
 import pickle
@@ -19,6 +20,7 @@ import torch
 from cells import sweep
 from safetensors.torch import load_file
 
+from fastpar import __main__ as start
 from fastpar import cli
 from fastpar._version import __version__
 from fastpar.cli import main, parse_train
@@ -42,13 +44,45 @@ def here(tmp_path, monkeypatch):
     fault_runs.enter(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize(("given", "said"), [(None, "passive"), ("active", "active")])
-def test_waiting_threads_sleep_unless_the_user_says_otherwise(given, said):
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
-    environment |= {} if given is None else {"OMP_WAIT_POLICY": given}
-    command = [sys.executable, "-m", "fastpar", "info"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-    assert f"OMP_WAIT_POLICY={said}\n" in done.stdout
+# Ticks of 10 ms: user, nice, system, idle, iowait, irq, softirq, steal, guest, guest_nice
+STAT = "cpu  {}\ncpu0 {}\ncpu1 {}\ncpu10 {}\nintr 5 0\n"
+QUIET, BUSY, WAITING = "1 0 1 8 0 0 0 0 0 0", "3 2 1 1 0 1 1 1 3 2", "0 0 0 2 8 0 0 0 0 0"
+
+
+@pytest.mark.parametrize(
+    ("row0", "row1", "busy"),
+    [(QUIET, QUIET, 0.4), (BUSY, QUIET, 1.1), (BUSY, BUSY, 1.8), (WAITING, WAITING, 0.0)],
+)
+def test_threads_sleep_where_other_work_is_on_the_cores(
+    row0, row1, busy, tmp_path, monkeypatch, capsys
+):
+    stat, zeros = tmp_path / "stat", " ".join("0" * 10)
+    before = STAT.format(zeros, zeros, zeros, zeros)
+    after = STAT.format(BUSY, row0, row1, BUSY)  # core 10 is none of this process's
+    assert start.busy_cores(before, after, {0, 1}) == pytest.approx(busy)
+    assert start.busy_cores(after, after, {0, 1}) == 0  # no tick between the readings
+    monkeypatch.setattr(start, "_STAT", stat)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(start.time, "sleep", lambda seconds: stat.write_text(after))
+    settings = {}, {"OMP_WAIT_POLICY": "active"}, {"RANK": "0"}
+    for given, command in itertools.product(settings, ("train", "sample", None)):
+        stat.write_text(before)
+        monkeypatch.setattr(os, "environ", dict(given))
+        start.sleep_where_shared(command)
+        sleeps = busy >= 0.5 and command == "train" and not given
+        assert os.environ == given | ({"OMP_WAIT_POLICY": "passive"} if sleeps else {})
+        assert ("other work" in capsys.readouterr().err) == sleeps
+    stat.unlink()  # no such file on this system
+    start.sleep_where_shared("train")
+
+
+@pytest.mark.parametrize(("given", "said"), [("passive", "passive"), (None, "unset: threads spin")])
+def test_info_says_whether_waiting_threads_sleep(given, said, monkeypatch, capsys):
+    monkeypatch.delenv("OMP_WAIT_POLICY")  # conftest.py
+    if given:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    assert fastpar("info") == 0
+    assert f"OMP_WAIT_POLICY={said}\n" in capsys.readouterr().out
 
 
 def test_help_fits_a_reader(capsys, monkeypatch):

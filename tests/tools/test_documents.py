@@ -112,7 +112,8 @@ def test_the_loop_runs_as_it_stands(tmp_path, monkeypatch):
     tiny = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=8, vocab_size=64)
     monkeypatch.setattr(fastpar.GPTConfig, "preset", lambda name, **more: tiny)
     tokens = torch.randint(0, 64, (2, 9))
-    names = {"loader": [(tokens[:, :-1], tokens[:, 1:])] * 3}
+    batch = tokens[:, :-1], tokens[:, 1:]
+    names = {"loader": [batch] * 3, "batch": batch}
     exec("import fastpar\n" + code(1).replace("% 1000", "% 3"), names)
     assert Path("runs/mine/latest").exists()
     exec("model = fastpar.GPT(fastpar.GPTConfig.preset(''))\n" + code(0), names)
