@@ -159,8 +159,9 @@ def orthogonalize(bench: Bench) -> Iterator[Case]:
     how["unjudged"] = (theirs,) * wide
     shapes = of_device(bench, [*on_cpu, (1600, 6400)], on_cpu, [(64, 64), (64, 256)])
     for (m, n), many in itertools.product(shapes, (1, 12) if bench.device == "cuda" else (1,)):
-        sizes, case = ((m, n), (64, 64 * n // m)), cases.orthogonal_case
-        whole, few = (case(*size, QUINTIC, many=many) for size in sizes)
+        whole, few = (
+            cases.orthogonal_case(a, b, QUINTIC, many=many) for a, b in ((m, n), (64, 64 * n // m))
+        )
         each = {name: repeated(call, many) for name, call in others.items()}
         name = f"orthogonalize {'fp32' if wide else 'bf16'} {whole.shape}"
         yield timed(bench, whole, few, each, name=name, **how)

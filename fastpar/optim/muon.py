@@ -137,7 +137,7 @@ class Owners:
         outgoing = []
         for i, batch in enumerate(given):
             whole = self._join(batch, self._whole_along_dp(batch, pieces, incoming), i)
-            results = {}
+            results: dict[Tensor, tuple[Tensor, Tensor]] = {}
             for some in _some(list(whole), lambda p: p):
                 results |= compute({p: whole.pop(p) for p in some})
             message = self._send_slices(batch, results, i)
@@ -463,7 +463,7 @@ class Muon(AdamW):
             else:
                 results = self._owners(engine, dtype, travel).run(pieces, self._results)
             for few in _some(results, lambda result: result[1]):
-                self._apply([(by_param[p], *result) for p, *result in few])
+                self._apply([(by_param[p], update, squares) for p, update, squares in few])
 
     def _momenta(self, rows: list[Row], factor: Tensor | None) -> dict[Tensor, Tensor]:
         """Update the momenta; returns the inputs of orthogonalize, in the dtype of products."""
@@ -483,7 +483,7 @@ class Muon(AdamW):
         for (number, _), these in alike.items():
             group, p = self.param_groups[number], these[0].piece
             beta, wide = float(group["momentum"]), torch.promote_types(p.dtype, torch.float32)
-            grads: Sequence[Tensor] = [row.grad.to(wide) for row in these]
+            grads: Any = [row.grad.to(wide) for row in these]
             if factor is not None:
                 grads = torch._foreach_mul(grads, factor.to(p.device))
             grads = torch._foreach_mul(grads, beta - 1.0 if group["maximize"] else 1.0 - beta)
@@ -559,15 +559,17 @@ class Muon(AdamW):
             update = update.view(p.shape).to(values.dtype)
             alike.setdefault((row.group, values.dtype), []).append((row, values, update, rate))
         for (number, _), these in alike.items():
-            group, values = self.param_groups[number], [x for _, x, _, _ in these]
-            steps = torch._foreach_mul([x for _, _, x, _ in these], [rate for *_, rate in these])
+            group, all_values = self.param_groups[number], [x for _, x, _, _ in these]
+            steps: Any = torch._foreach_mul(
+                [update for _, _, update, _ in these], [rate for *_, rate in these]
+            )
             decay = float(group["lr"]) * float(group["weight_decay"])
             if decay and group["cautious"]:
                 for _, x, update, _ in these:
                     x.sub_(x * decay * (update * x > 0))
             elif decay:
-                torch._foreach_mul_(values, 1.0 - decay)
-            torch._foreach_sub_(values, steps)
+                torch._foreach_mul_(all_values, 1.0 - decay)
+            torch._foreach_sub_(all_values, steps)
             for row, x, *_ in these:
                 store_values(row.piece, self.state[row.param], x)
 
