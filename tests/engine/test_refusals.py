@@ -313,6 +313,22 @@ def test_a_micro_batch_more_on_one_rank_is_told():
         assert_all_raise(outcomes, RuntimeError, "2 backward passes on rank 1, 1 on rank 0; give")
 
 
+@pytest.mark.parametrize("kind", [0, 1])
+def test_other_collectives_on_one_rank_are_told(kind):
+    """A reduction or gather that only one rank has launched, as where ranks skip other units."""
+
+    def ranks():
+        mesh = Mesh()
+        model = parallelize(stack(), mesh, Parallel.of(zero_stage=2, **SMALL))
+        model(torch.ones(2, 16)).sum().backward()
+        if mesh.rank == 1:
+            engine_of(model).log.note(kind, 0)
+        AdamW(model.parameters()).step()
+
+    outcomes = on_ranks(ranks)
+    assert_all_raise(outcomes, RuntimeError, "ranks 0 and 1 launched different collectives")
+
+
 # Steps of optimizers over parameters of which a rank has only a part
 
 
