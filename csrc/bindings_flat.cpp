@@ -31,11 +31,20 @@ std::vector<const void*> checked_shards(const std::vector<Memory>& shards, const
 }
 
 // Of n elements.
-QuantizeBlocks blocks_of(const Memory& codes, const Memory& scales, int64_t block, int64_t n) {
+QuantizeBlocks blocks_of(const Memory& codes, Type type, const Memory& scales, int64_t block,
+                         int64_t n) {
   FASTPAR_CHECK(block >= 16 && block <= kMaxQuantizeBlock && (block & (block - 1)) == 0,
                 "_C: expected a power of two from 16 to ", kMaxQuantizeBlock, ", got block=", block,
                 "; use 256");
-  return {codes.of(Type::i8, n, "codes"), scales.floats((n + block - 1) / block, "scales"), block};
+  return {codes.of(type, n, "codes"), scales.floats((n + block - 1) / block, "scales"), block};
+}
+
+Code code_of(const Memory& codes) {
+  const Type type = codes.type;
+  FASTPAR_CHECK(type == Type::i8 || type == Type::e4m3 || type == Type::e5m2,
+                "_C: expected codes of int8, float8_e4m3fn or float8_e5m2, got ", type_name(type),
+                "; use kernels/quantize.py");
+  return type == Type::i8 ? Code::int8 : type == Type::e4m3 ? Code::e4m3 : Code::e5m2;
 }
 
 using Tensors = std::vector<Memory>;
@@ -60,7 +69,7 @@ void bind_flat(py::module_& m) {
          std::optional<uint64_t> seed, uint64_t first_index, int threads) {
         const Dtype dtype = x.dtype("x");
         quantize_blockwise(x.of(dtype, x.numel, "x"), dtype,
-                           blocks_of(codes, scales, block, x.numel), x.numel,
+                           blocks_of(codes, Type::i8, scales, block, x.numel), x.numel,
                            seed ? &*seed : nullptr, first_index, threads);
       },
       unlocked);
@@ -68,8 +77,9 @@ void bind_flat(py::module_& m) {
       "dequantize_blockwise",
       [](const Memory& codes, const Memory& scales, int64_t block, const Memory& out, int threads) {
         const Dtype dtype = out.dtype("out");
-        dequantize_blockwise(blocks_of(codes, scales, block, codes.numel),
-                             out.of(dtype, codes.numel, "out"), dtype, codes.numel, threads);
+        dequantize_blockwise(blocks_of(codes, codes.type, scales, block, codes.numel),
+                             code_of(codes), out.of(dtype, codes.numel, "out"), dtype, codes.numel,
+                             threads);
       },
       unlocked);
 #if FASTPAR_CUDA
@@ -79,7 +89,7 @@ void bind_flat(py::module_& m) {
          std::optional<uint64_t> seed, uint64_t first_index, Address stream) {
         const Dtype dtype = x.dtype("x");
         quantize_blockwise_cuda(x.of(dtype, x.numel, "x"), dtype,
-                                blocks_of(codes, scales, block, x.numel), x.numel,
+                                blocks_of(codes, Type::i8, scales, block, x.numel), x.numel,
                                 seed ? &*seed : nullptr, first_index, at<void>(stream));
       },
       unlocked);
@@ -88,9 +98,9 @@ void bind_flat(py::module_& m) {
       [](const Memory& codes, const Memory& scales, int64_t block, const Memory& out,
          Address stream) {
         const Dtype dtype = out.dtype("out");
-        dequantize_blockwise_cuda(blocks_of(codes, scales, block, codes.numel),
-                                  out.of(dtype, codes.numel, "out"), dtype, codes.numel,
-                                  at<void>(stream));
+        dequantize_blockwise_cuda(blocks_of(codes, codes.type, scales, block, codes.numel),
+                                  code_of(codes), out.of(dtype, codes.numel, "out"), dtype,
+                                  codes.numel, at<void>(stream));
       },
       unlocked);
   m.def(

@@ -234,6 +234,9 @@ struct NormClip {
   Factor loss_scale;
 };
 
+// Codes of one byte.
+enum class Code : int { int8, e4m3, e5m2 };
+
 constexpr int64_t kMaxQuantizeBlock = 4096;
 
 // Blocks of `block` elements, a power of two from 16 to kMaxQuantizeBlock: a code of one byte for
@@ -250,8 +253,8 @@ void quantize_blockwise(const void* x, Dtype x_dtype, const QuantizeBlocks& to, 
                         const uint64_t* seed, uint64_t first_index, int threads);
 
 // out[n] = code * scale.
-void dequantize_blockwise(const QuantizeBlocks& from, void* out, Dtype out_dtype, int64_t n,
-                          int threads);
+void dequantize_blockwise(const QuantizeBlocks& from, Code code, void* out, Dtype out_dtype,
+                          int64_t n, int threads);
 
 // Asks the allocator to keep freed memory mapped, so that large buffers cause page faults once and
 // not in every step. False where the C library has no such setting.

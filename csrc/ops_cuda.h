@@ -35,7 +35,7 @@ void norm_finish_cuda(const int64_t* rows, int64_t count, const NormClip& clip, 
 // dequantize_blockwise.
 void quantize_blockwise_cuda(const void* x, Dtype x_dtype, const QuantizeBlocks& to, int64_t n,
                              const uint64_t* seed, uint64_t first_index, Stream stream);
-void dequantize_blockwise_cuda(const QuantizeBlocks& from, void* out, Dtype out_dtype, int64_t n,
-                               Stream stream);
+void dequantize_blockwise_cuda(const QuantizeBlocks& from, Code code, void* out, Dtype out_dtype,
+                               int64_t n, Stream stream);
 
 }  // namespace fastpar

@@ -45,14 +45,14 @@ struct Encode {
   }
 };
 
-template <class Out>
+template <class C, class Out>
 struct Decode {
   static FASTPAR_INLINE void run(const uint8_t* __restrict codes, const float* __restrict scales,
                                  Out* __restrict out, int64_t n, int64_t block) {
     for (int64_t first = 0; first < n; first += block) {
       const float scale = scales[first / block];
       const int64_t last = std::min(n, first + block);
-      for (int64_t i = first; i < last; ++i) out[i] = from_float<Out>(decode(codes[i]) * scale);
+      for (int64_t i = first; i < last; ++i) out[i] = from_float<Out>(C::decode(codes[i]) * scale);
     }
   }
 };
@@ -95,21 +95,23 @@ void quantize_blockwise(const void* x, Dtype x_dtype, const QuantizeBlocks& to, 
   });
 }
 
-void dequantize_blockwise(const QuantizeBlocks& from, void* out, Dtype out_dtype, int64_t n,
-                          int threads) {
+void dequantize_blockwise(const QuantizeBlocks& from, Code code, void* out, Dtype out_dtype,
+                          int64_t n, int threads) {
   const Isa target = isa();
   const int64_t chunks = (n + kChunk - 1) / kChunk;
   threads = useful_threads(chunks, kChunksOfThread, threads);
   with_dtype(out_dtype, [&](auto out_tag) {
-    using Out = decltype(out_tag);
+    with_code(code, [&](auto decoder) {
+      using Out = decltype(out_tag);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      const int64_t start = chunk * kChunk;
-      dispatch<Decode<Out>>(target, static_cast<const uint8_t*>(from.codes) + start,
-                            static_cast<const float*>(from.scales) + start / from.block,
-                            static_cast<Out*>(out) + start, std::min(kChunk, n - start),
-                            from.block);
-    }
+      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        const int64_t start = chunk * kChunk;
+        dispatch<Decode<decltype(decoder), Out>>(
+            target, static_cast<const uint8_t*>(from.codes) + start,
+            static_cast<const float*>(from.scales) + start / from.block,
+            static_cast<Out*>(out) + start, std::min(kChunk, n - start), from.block);
+      }
+    });
   });
 }
 

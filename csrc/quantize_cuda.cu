@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-template <class Out>
+template <class C, class Out>
 __global__ void __launch_bounds__(kThreads)
     dequantize_kernel(const QuantizeBlocks from, Out* out, int64_t n, bool aligned) {
   const int64_t start = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kElements;
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads)
   float v[kElements];
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
-    v[i] = decode(static_cast<uint8_t>(words.word[i / 4] >> (8 * (i % 4)))) * scale;
+    v[i] = C::decode(static_cast<uint8_t>(words.word[i / 4] >> (8 * (i % 4)))) * scale;
   }
   store_all(out + start, size, true, v);
 }
@@ -170,13 +170,15 @@ void quantize_blockwise_cuda(const void* x, Dtype x_dtype, const QuantizeBlocks&
   with_dtype(x_dtype, [&](auto x_tag) { quantize_all<decltype(x_tag)>(from, to, stream); });
 }
 
-void dequantize_blockwise_cuda(const QuantizeBlocks& from, void* out, Dtype out_dtype, int64_t n,
-                               Stream stream) {
+void dequantize_blockwise_cuda(const QuantizeBlocks& from, Code code, void* out, Dtype out_dtype,
+                               int64_t n, Stream stream) {
   const int64_t grid = (n + kThreads * kElements - 1) / (kThreads * kElements);
   with_dtype(out_dtype, [&](auto out_tag) {
-    using Out = decltype(out_tag);
-    launch(dequantize_kernel<Out>, grid, kThreads, stream, from, static_cast<Out*>(out), n,
-           aligned16(from.codes));
+    with_code(code, [&](auto decoder) {
+      using Out = decltype(out_tag);
+      launch(dequantize_kernel<decltype(decoder), Out>, grid, kThreads, stream, from,
+             static_cast<Out*>(out), n, aligned16(from.codes));
+    });
   });
 }
 

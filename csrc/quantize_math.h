@@ -2,7 +2,7 @@
 //
 // A block of elements v shares scale = max|v| / kTop, and element v is the whole number of
 // v * (1 / scale): to nearest even, or seeded to one of its two neighbours, the upper one with the
-// probability of the distance from the lower one.
+// probability of the distance from the lower one. 8-bit floats are decoded only.
 #pragma once
 
 #include "ops.h"
@@ -33,8 +33,48 @@ FASTPAR_HOST_DEVICE uint8_t stochastic_code(float x, uint32_t random) {
   return static_cast<uint8_t>(x < 0.0f ? 0u - magnitude : magnitude);
 }
 
-FASTPAR_HOST_DEVICE float decode(uint8_t code) {
-  return static_cast<float>(static_cast<int8_t>(code));
+struct Int8 {
+  static FASTPAR_HOST_DEVICE float decode(uint8_t code) {
+    return static_cast<float>(static_cast<int8_t>(code));
+  }
+};
+
+// kMantissa bits of mantissa, exponents biased by kBias; magnitudes from kInfinity on are inf (only
+// where ieee) and nan.
+template <int kMantissa, int kBias, bool ieee>
+struct Float8 {
+  static constexpr int kShift = 23 - kMantissa;
+  static constexpr uint32_t kInfinity = ieee ? 0x7cu : 0x7fu;
+
+  static FASTPAR_HOST_DEVICE float decode(uint8_t code) {
+    // The distance of subnormal codes is 2^(1 - kBias - kMantissa).
+    const float step = bit_cast<float>(static_cast<uint32_t>(128 - kBias - kMantissa) << 23);
+    // Difference of a float's exponent and mantissa, shifted, and the code's.
+    const uint32_t offset = static_cast<uint32_t>(127 - kBias) << kMantissa;
+    const uint32_t body = code & 0x7fu;
+    const float normal = bit_cast<float>((body + offset) << kShift);
+    const float finite =
+        body < (1u << kMantissa) ? static_cast<float>(static_cast<int32_t>(body)) * step : normal;
+    const uint32_t special = ieee ? bit_cast<uint32_t>(normal) | 0x7f800000u : 0x7fc00000u;
+    const uint32_t bits = body >= kInfinity ? special : bit_cast<uint32_t>(finite);
+    return bit_cast<float>(bits | static_cast<uint32_t>(code & 0x80u) << 24);
+  }
+};
+
+using E4m3 = Float8<3, 7, false>;
+using E5m2 = Float8<2, 15, true>;
+
+// Calls body(C{}) with the decoder C that `code` names.
+template <class Body>
+inline void with_code(Code code, Body body) {
+  switch (code) {
+    case Code::int8:
+      return body(Int8{});
+    case Code::e4m3:
+      return body(E4m3{});
+    case Code::e5m2:
+      return body(E5m2{});
+  }
 }
 
 // The scale of a block from magnitude_bits of its largest element, which a nan exceeds. A block

@@ -18,7 +18,10 @@ from fastpar.kernels import backend
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
 from fastpar.kernels.op import define_op
 
+_CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # accepted for decoding
 _MIN_BLOCK, _MAX_BLOCK = 16, 4096
+
+
 _TOP = 127.0  # the largest code
 
 
@@ -138,7 +141,7 @@ def dequantize_blockwise(
     """Values of codes: code * scale, rounded to out_dtype.
 
     Args:
-        codes: int8, from quantize_blockwise.
+        codes: int8, from quantize_blockwise, or float8_e4m3fn | float8_e5m2.
         scales: [ceil(codes.numel() / block)] fp32, of blocks of codes.flatten().
         out_dtype: fp32 | bf16 | fp16.
     Returns:
@@ -150,10 +153,10 @@ def dequantize_blockwise(
     Oracle: fastpar.kernels.reference.dequantize_blockwise_ref
     """
     op = "dequantize_blockwise"
-    if codes.dtype != torch.int8 or out_dtype not in DTYPE_CODES:
+    if codes.dtype not in _CODES or out_dtype not in DTYPE_CODES:
         raise ValueError(
-            f"{op}: expected codes of int8 and out_dtype fp32, bf16 or fp16, got "
-            f"codes={codes.dtype} out_dtype={out_dtype}; cast them"
+            f"{op}: expected codes of int8, float8_e4m3fn or float8_e5m2 and out_dtype fp32, bf16 "
+            f"or fp16, got codes={codes.dtype} out_dtype={out_dtype}; cast them"
         )
     _check_block(op, block)
     count = (codes.numel() + block - 1) // block

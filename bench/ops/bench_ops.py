@@ -410,12 +410,13 @@ BLOCK = 256  # elements that share a scale
 
 
 def quantize(bench: Bench) -> Iterator[Case]:
-    """Codes of a gradient bucket in 8 bits, and back."""
+    """Codes of a gradient bucket in 8 bits, and back; back from 8-bit floats too."""
     kernels.keep_freed_memory()  # as training does: else page faults of 100 MB are what is timed
     n = 256 * (100 if bench.quick else 100_000)  # a bucket of 100 MB
     for way in ("", "seeded"):
         yield quantize_case(n, way, bench.device)
-    yield dequantize_case(n, bench.device)
+    for form in ("int8", "float8_e4m3fn"):
+        yield dequantize_case(n, form, bench.device)
 
 
 def by_scale(codes: Tensor, scales: Tensor) -> Tensor:
@@ -454,10 +455,11 @@ def quantize_case(n: int, way: str, device: str) -> Case:
     return Case(name, make_inputs, {"eager": eager, "fastpar": own}, None, WIDE, **how)
 
 
-def dequantize_case(n: int, device: str) -> Case:
+def dequantize_case(n: int, form: str, device: str) -> Case:
     def make_inputs(generator: torch.Generator, small: bool) -> tuple[Tensor, ...]:
         (x,) = drawn([torch.Size([16 * BLOCK if small else n])], WIDE, device, generator)
-        return kernels.quantize_blockwise(x, block=BLOCK)
+        codes, scales = kernels.quantize_blockwise(x, block=BLOCK)
+        return (x * 64).to(torch.float8_e4m3fn) if form[0] == "f" else codes, scales
 
     own, oracle = (
         functools.partial(op, block=BLOCK)
@@ -465,7 +467,7 @@ def dequantize_case(n: int, device: str) -> Case:
     )
     variants: dict[str, Any] = {"eager": by_scale, "fastpar": own}
     how: dict[str, Any] = {"bytes_moved": {"call": n * (5 + 4 / BLOCK)}, **CALL}
-    return Case(f"dequantize int8 {short(n)}", make_inputs, variants, oracle, WIDE, **how)
+    return Case(f"dequantize {form} {short(n)}", make_inputs, variants, oracle, WIDE, **how)
 
 
 BENCHES: dict[str, tuple[Callable[[Bench], Iterator[Case]], int, int]] = {  # seconds: CPU, GPU

@@ -198,7 +198,9 @@ void run_quantize(const std::vector<int64_t>& sizes, int64_t offset, int threads
         for (const uint64_t* at : {static_cast<const uint64_t*>(nullptr), &seed}) {
           quantize_blockwise(x.at(), dtype, blocks, n, at, 3, threads);
         }
-        dequantize_blockwise(blocks, x.at(), dtype, n, threads);
+        for (Code code : {Code::int8, Code::e4m3, Code::e5m2}) {
+          dequantize_blockwise(blocks, code, x.at(), dtype, n, threads);
+        }
       }
     }
   }
