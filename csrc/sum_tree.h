@@ -5,7 +5,8 @@
 // a tree of its own on the right: (r0 + r1) + r2. Ranks that each hold the tree of equally many
 // values (micro-batches) then have, together, the tree of all: the bits do not depend on how many
 // ranks the values were spread over (test_ranks_that_hold_trees_of_their_own).
-// csrc/sum_shards_cuda.cu, kernels/sum_shards.py and fastpar/comm/collectives.py add in the same order.
+// csrc/sum_shards_cuda.cu, kernels/sum_shards.py and fastpar/comm/collectives.py add in the same
+// order.
 #pragma once
 
 #include <cstdint>
