@@ -113,11 +113,11 @@ def orthogonalize_each(
         n = at_once(xs[places[0]])
         for start in range(0, len(places), n):
             some = places[start : start + n]
-            wide_ones = [x.shape[0] <= x.shape[1] for x in (xs[i] for i in some)]
-            given = [xs[i] if lies else xs[i].t() for i, lies in zip(some, wide_ones)]
+            tall = [xs[i].shape[0] > xs[i].shape[1] for i in some]
+            given = [xs[i].t() if is_tall else xs[i] for i, is_tall in zip(some, tall)]
             made = _together(given, coefficients, eps, dtype)
-            for i, lies, y in zip(some, wide_ones, made):
-                found[i] = y if lies else y.t()
+            for i, is_tall, y in zip(some, tall, made):
+                found[i] = y.t() if is_tall else y
     return found
 
 
@@ -126,9 +126,9 @@ def _together(
 ) -> Sequence[Tensor]:
     """Of matrices of one shape with no more rows than columns."""
     x = xs[0]
-    wide = torch.promote_types(x.dtype, torch.float32)
     if dtype is None:
-        dtype = torch.bfloat16 if x.is_cuda and wide == torch.float32 else wide
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = torch.bfloat16 if x.is_cuda and dtype == torch.float32 else dtype
     wide = torch.promote_types(dtype, torch.float32)
     y = (torch.stack(xs) if len(xs) > 1 else x).detach().to(wide)
     if wide == torch.float64 or y.dim() == 3:
