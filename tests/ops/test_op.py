@@ -90,10 +90,10 @@ def cases(
 
 
 @pytest.fixture(params=["module", "own product"])
-def products(request, monkeypatch):
+def products(request):
     """Also as on a machine where linear's product is our own."""
     if request.param == "own product":
-        use_own_product(monkeypatch)
+        use_own_product(request)
 
 
 def grads_of(case: Case, tensors: tuple[Tensor, ...], dy: Tensor) -> list[Tensor]:
@@ -453,7 +453,7 @@ def test_forward_mode_is_refused_by_name():
                 plain = [t.clone().requires_grad_(needs_grad) for t in case.tensors]
                 case.op(*plain)  # nothing has a tangent
                 duals = [forward_ad.make_dual(t, torch.ones_like(t)) for t in plain]
-                if name != "linear":  # torch's own product here, which has it
+                if name != "linear":  # which is torch's for tangents
                     with pytest.raises(RuntimeError, match="expected tensors without tangents"):
                         case.op(*duals)
 
