@@ -29,7 +29,7 @@ from torch import Tensor
 from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import has_bf16_gemm, has_gemm
 from fastpar.kernels.choice import ignores_times, ignoring_times
-from fastpar.kernels.op import define_op, goes_straight
+from fastpar.kernels.op import COMPILED, define_op, goes_straight
 
 if TYPE_CHECKING:
     from fastpar.kernels.linear.fp8 import Fp8
@@ -147,7 +147,10 @@ def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool =
     return torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
 
 
-_linear: Any = F.linear if _C is None else torch.ops.fastpar.linear.default
+_linear: Any = F.linear
+if _C is not None:
+    _linear = torch.ops.fastpar.linear.default
+    COMPILED.update(("linear", "linear_bwd"))
 
 
 def linear(
