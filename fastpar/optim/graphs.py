@@ -362,10 +362,10 @@ class StepGraph:
                     "StepGraph: expected a step outside of gathered(), which keeps parameters "
                     "whole; leave it before"
                 )
+            engine.make_stale()
             if self._steps < _CHECKED:
                 self._work_of_ranks()
                 return self._sums
-            engine.make_stale()
         log.timer.begin()
         if self._steps < _CHECKED:
             self._region()
@@ -492,7 +492,7 @@ class StepGraph:
         mine = [self.loss, self.norm, self._found, self._scale, self._lrs]
         mine += [self._values, self._sums]
         inputs = [x for batch in self._batches for x in batch]
-        known = [*self._model.parameters(), *self._model.buffers(), *mine, *inputs]
+        known = [*self._engine.shards.frozen, *self._model.buffers(), *mine, *inputs]
         flat = [x for b in self._engine.buckets for x in (b.grad, b.flat, b.shard, b.grad_shard)]
         sent = self._engine.control.sent
         return [*known, *(x for x in (*state, *flat, sent) if isinstance(x, Tensor))]

@@ -15,8 +15,9 @@ from fastpar.comm.transports import TorchCollectives
 class Recorded(TorchDispatchMode):
     """Notes a region's operations; a replay calls them with the same tensors and arguments.
 
-    The first replay does nothing: the recording has done it, other than a capture. Results get the memory of the first ones, as in a graph's pool. So numbers and decisions of the
-    host are those of the recording, in every replay.
+    The first replay does nothing: the recording has done it, other than a capture. Results get the
+    memory of the first ones, as in a graph's pool. So numbers and decisions of the host are those
+    of the recording, in every replay.
 
     Args:
         region, warm_up: as for optim.graphs.capture().
