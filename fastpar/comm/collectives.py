@@ -204,7 +204,7 @@ class StreamHandle(Handle):
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         self._device, self._start = stream.device, None
         self._tensors = of  # their memory belongs to the current stream: no reuse before wait()
-        if capturing(stream.device):
+        if torch.cuda.is_current_stream_capturing():
             with torch.cuda.stream(stream):
                 call()
             self._end = stream.record_event()
@@ -250,7 +250,7 @@ def started(handle: Handle | None) -> Handle:
 
 def enqueue(device: torch.device, op: str, call: Callable[[], None]) -> None:
     """Run a call that enqueues an operation in the current stream, visibly for a watchdog."""
-    if not watched() or capturing(device):
+    if not watched() or torch.cuda.is_current_stream_capturing():
         call()
         return
     stream = torch.cuda.current_stream(device)

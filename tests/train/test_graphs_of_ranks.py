@@ -2,16 +2,23 @@
 stays where it is; a capture, with stand-ins for NCCL and streams, has no times, entries, waits."""
 
 import contextlib
+import sys
 from typing import ClassVar
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from pretend_cuda import pretend_cuda
 from recorded import Recorded, Synchronous
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, Parallel, engine_of, graphed, parallelize
+from fastpar.comm import transports, watchdog
+from fastpar.comm.transports import TorchCollectives
+from fastpar.engine import control
+from fastpar.engine import parallelize as parallelize_module
 from fastpar.engine.debug import Debug
 from fastpar.kernels import make_key
 from fastpar.optim import graphs
@@ -167,3 +174,136 @@ def test_a_step_uses_the_same_memory_again_and_can_be_captured(stage, parts):
     one, two = run_ranks(checked, 2, stage, parts, backend="gloo")
     assert one == two
     assert set(one) == {REDUCED[stage], "_allgather_base_"}
+
+
+class Device:
+    """Stand-ins for streams and events that know what follows what, and whether it is captured."""
+
+    def __init__(self):
+        self.capturing, self.work, self.seen = False, 0, []
+        outer = self
+
+        class Event:
+            def __init__(self, enable_timing=False):
+                assert not (enable_timing and outer.capturing), "an event with a time"
+                self.after = set()
+
+            def record(self, stream=None):
+                self.after = set((stream or outer.current).after)
+
+            def host(self, *others):
+                assert not outer.capturing, "the host waits for a captured event"
+                return True
+
+            query = synchronize = host
+
+            def elapsed_time(self, end):
+                return float(self.host())
+
+        class Stream:
+            device = torch.device("cuda", 0)
+
+            def __init__(self, *args, **options):
+                self.after = set()
+
+            def record_event(self):
+                event = Event()
+                event.record(self)
+                return event
+
+            def wait_event(self, event):
+                self.after |= event.after
+
+            def wait_stream(self, other):
+                self.wait_event(other.record_event())
+
+        self.current, self.Event, self.Stream = Stream(), Event, Stream
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def launch(self, name):
+        self.work += 1
+        self.current.after.add(self.work)
+        self.seen.append((name, self.capturing))
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A GPU with NCCL, as far as the host sees them; this is rank 0 of 2 that do the same."""
+    made = Device()
+    for name in ("Event", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(made, name))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: made.current)
+    monkeypatch.setattr(torch.cuda, "stream", made.on)
+
+    def all_gather(out, x, **options):
+        made.launch("all_gather")
+        out.view(2, -1).copy_(x.expand(2, -1))
+
+    def reduce_scatter(out, x, **options):
+        made.launch("reduce_scatter")
+
+    monkeypatch.setattr(transports, "all_gather", all_gather)
+    monkeypatch.setattr(transports, "reduce_scatter", reduce_scatter)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, **options: made.launch("all_reduce"))
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    monkeypatch.setattr(Mesh, "check_same", lambda *args: None)
+    monkeypatch.setattr(Mesh, "broadcast_", lambda *args: None)
+    monkeypatch.setattr(parallelize_module, "prove_together", lambda mesh: None)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda x: x)
+    monkeypatch.setattr(control, "_copied", lambda heads: (heads.clone(), made.Event()))
+    losses = sys.modules["fastpar.kernels.loss.linear_cross_entropy"]  # torch has it on CUDA alone
+    monkeypatch.setattr(losses, "wide_product", lambda a, b, *_, add: a.float() @ b.float())
+    monkeypatch.setattr(losses, "workspace", lambda name, m, n, like: like.new_empty(m, n))
+    monkeypatch.setattr(watchdog, "_streams", {})
+    dist.init_process_group("fake", rank=0, world_size=2)
+    yield made
+    dist.destroy_process_group()
+
+
+def nccl(group, role):
+    made = TorchCollectives(group, device="cuda")
+    made.device = torch.device("cuda", 0)
+    return made
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_capture_has_no_times_entries_and_waits_and_joins_its_streams(device, monkeypatch, stage):
+    class Graph:
+        def __init__(self, region, warm_up):
+            warm_up()
+            watchdog._streams.clear()
+            device.capturing, before = True, device.work
+            region()
+            device.capturing = False
+            assert set(range(before + 1, device.work + 1)) <= device.current.after
+            assert watchdog._streams == {}
+
+        def replay(self):
+            device.launch("graph")
+
+    monkeypatch.setattr(graphs, "capture", Graph)
+    with pretend_cuda():
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.capturing)
+        mesh = Mesh()
+        vars(mesh)["device"] = torch.device("cuda", 0)
+        layout = Parallel.of(zero_stage=stage, **SEVERAL_BUCKETS)
+        model = parallelize(GPT(SMALL).train(), mesh, layout, debug=Debug(collectives=nccl))
+        optimizer = AdamW(model.parameters(), lr=0.01, max_grad_norm=1.0)
+        loss_of = lambda x, key: model(x, x, rng_key=key)  # noqa: E731
+        assert graphed(loss_of, model, optimizer).why.startswith("several ranks need cuda_graphs=T")
+        step = graphed(loss_of, model, optimizer, cuda_graphs=True)
+        assert step.why == ""
+        for i in range(5):
+            watchdog._streams.clear()
+            device.seen.clear()
+            step(torch.arange(32).view(2, 16) % 64, make_key(1, i))
+    assert device.seen == [("graph", False)]
+    ((entry,),) = watchdog._streams.values()
+    assert entry[1] == "replay of a step's graph"
