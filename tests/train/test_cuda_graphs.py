@@ -12,12 +12,14 @@ from pretend_cuda import pretend_cuda
 from train_runs import TINY, Runs, curve
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, Muon, engine_of, graphed, muon_groups, parallelize
+from fastpar.comm.transports import ShmCollectives
 from fastpar.kernels import adamw, make_key
 from fastpar.kernels.activation import triton as activation_triton
 from fastpar.optim import adamw as optim
 from fastpar.optim import base, graphs
 from fastpar.optim.graphs import CaptureCheck, StepGraph
 from fastpar.testing import run_ranks
+from fastpar.train.trainer import Trainer
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64, dropout=0.1)
 run = Runs(device="auto", max_steps=5, eval_every=2, save_every=0)
@@ -109,6 +111,42 @@ def test_a_run_goes_on_with_and_without_graphs(here, captured):
     assert len(captured) == 2
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"zero_stage": 0, "micro_batch_size": 2},
+        {"zero_stage": 2, "dtype": "bf16", "on_nonfinite": "skip", "ema": 0.9},
+        slow({"zero_stage": 3, "micro_batch_size": 2, "dtype": "bf16", "eval_every": 1}),
+    ],
+)
+def test_a_replayed_run_of_ranks_has_the_same_bits(here, captured, monkeypatch, changes):
+    """With validations and saves between steps, and a resume."""
+    monkeypatch.setattr(ShmCollectives, "captures", True)
+    changes |= {"max_steps": 6, "save_every": 3}
+    for out, asked in (("plain", False), ("graphs", True)):
+        run(out, 2, cuda_graphs=asked, **changes)
+        changes_after = {**changes, "max_steps": 11, "min_lr": TINY["lr"], "resume": True}
+        run(out, 2, cuda_graphs=asked, **changes_after)
+    assert len(captured) == 4
+    assert curve("graphs") == curve("plain")
+
+
+def test_ranks_agree_on_requests_beside_replays(here, captured, monkeypatch):
+    """One rank alone is told to stop: all read that from the sums of the same step."""
+    monkeypatch.setattr(ShmCollectives, "captures", True)
+    asks = Trainer._requests
+
+    def requests(trainer):
+        if trainer.step == 5 and trainer.mesh.rank == 1:
+            trainer.stop_signals.append(15)
+        return asks(trainer)
+
+    monkeypatch.setattr(Trainer, "_requests", requests)
+    run("r", 2, status=128 + 15, cuda_graphs=True, max_steps=9, zero_stage=1)
+    assert len(captured) == 2
+    assert curve("r")[-1]["step"] == 6
+
+
 def test_what_is_captured_and_said(here, captured, monkeypatch):
     """By default where steps can be; where they are asked for and cannot be, the reason."""
 
@@ -125,12 +163,17 @@ def test_what_is_captured_and_said(here, captured, monkeypatch):
         (2, {}, ""),
     ):
         assert run_ranks(said, ranks, changes)[0] == expected, changes
-    with pytest.raises(ValueError, match="can hold with cuda_graphs, got ones where the host st"):
+    with pytest.raises(ValueError, match=r"can hold with cuda_graphs, got ones where .* over shm"):
         run_ranks(said, 2, {"cuda_graphs": True})
+    monkeypatch.setattr(ShmCollectives, "captures", True)
+    assert "NCCL inside graphs never ran" in run_ranks(said, 2, {"cuda_graphs": True})[0]
+    assert run_ranks(said, 2, {}) == [""] * 2
     for changes, why in (
         ({"deterministic": True}, "in a tree"),
         ({"optimizer": "adafactor"}, "numbers on the host"),
-        ({"nproc": 2}, "the host starts collectives"),
+        ({"nproc": 2, "tp": 2}, "data-parallel ranks alone"),
+        ({"nproc": 2, "pp": 2}, "data-parallel ranks alone"),
+        ({"nproc": 2, "wire_gradients": "int8"}, "random bits come from the host"),
     ):
         with pytest.raises(ValueError, match=why):
             run.trainer(cuda_graphs=True, **changes)
@@ -217,7 +260,7 @@ def test_why_there_is_no_graph(captured, monkeypatch):
     assert why(GPTConfig(**{**vars(SMALL), "n_expert": 2})).startswith("the counts of experts")
     assert why(optimizer=Muon) == "Muon reads its numbers on the host"
     assert why(deterministic=True) == "the host sums micro-batches in a tree"
-    assert run_ranks(why, 2)[0] == "the host starts collectives"
+    assert run_ranks(why, 2)[0].startswith("the host runs collectives over shm")
     monkeypatch.undo()
     assert why() == "cpu has no CUDA graphs"
     with pytest.raises(ValueError, match="engine_of: GPT has no engine"):
