@@ -382,7 +382,6 @@ class StepGraph:
                 self._replay()
         log.n_reductions += 1
         if self._several:
-            engine.make_stale()
             engine.end_step(in_graph=True)
             return self._sums
         engine.report = log.timer.end_step()

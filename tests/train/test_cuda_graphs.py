@@ -4,6 +4,7 @@ what a capture forbids is found on a CPU."""
 import contextlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -361,6 +362,7 @@ FORBIDDEN = {
     "synchronize": (lambda x: torch.cuda.synchronize(), r"waits for the device: torch\.cuda"),
     "event": (lambda x: torch.cuda.Event.synchronize(x), r"the device: Event\.synchronize"),
     "query": (lambda x: torch.cuda.Event.query(x), r"waits for the device: Event\.query"),
+    "resize": (lambda x: x.untyped_storage().resize_(0), "static memory is freed: resize_"),
     "record": (lambda x: torch.cuda.Event.record(x), "record the event again"),
     "pin": (lambda x: x.pin_memory(), "host memory is pinned"),
     "key": (lambda x: make_key(1, 2), "a number of the host: lift_fresh"),
@@ -383,8 +385,14 @@ def test_what_a_capture_forbids_is_found(act):
     assert x.tolist() == [0, 1, 2, 3]  # the patches are gone
 
 
+class _Event:
+    """Has the method that is torch's at the time of the call."""
+
+    record = property(lambda self: partial(torch.cuda.Event.record, "event"))
+
+
 @pytest.mark.slow
-def test_what_a_capture_allows_passes():
+def test_what_a_capture_allows_passes(monkeypatch):
     """Other threads go on, too: a watchdog waits for its events, a save copies to the host."""
     x, out, weight = torch.arange(4.0), torch.empty(4), torch.ones(4, requires_grad=True)
     with CaptureCheck([x, out, weight]):
@@ -398,6 +406,20 @@ def test_what_a_capture_allows_passes():
     y.register_hook(lambda grad: grad.tolist() and None)  # autograd's thread is not another
     with pytest.raises(RuntimeError, match="reads a value"), CaptureCheck([y]):
         y.sum().backward()
+    empty = torch.empty(4)
+    empty.untyped_storage().resize_(0)
+    with CaptureCheck([empty]):
+        empty.untyped_storage().resize_(16)
+        empty.add_(1)
+        empty.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="empty before is kept"), CaptureCheck([empty]):
+        empty.untyped_storage().resize_(16)
+    recorded = []
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda.Event, "record", lambda *args: recorded.append(args))
+        with CaptureCheck([x]):  # fork and join of streams
+            torch.cuda.Stream.record_event("stream", _Event())
+    assert recorded == [("event", "stream")]
     with pytest.raises(ZeroDivisionError), CaptureCheck([outside]):  # an error is not hidden
         1 / 0  # noqa: B018
 

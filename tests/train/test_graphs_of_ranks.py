@@ -155,6 +155,8 @@ def checked(stage, parts):
         for i in range(5):
             step(*[(torch.full((2, 8), float(i + j)),) for j in range(parts)])
             states.append(state_of(engine_of(model)))
+            with torch.no_grad():  # gathers, too
+                model(torch.ones(2, 8))
             if i >= 2:
                 step._graph._steps = 2  # the next one is checked, too
     second, *others = Seen.regions[-2:]
