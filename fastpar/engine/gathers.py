@@ -73,7 +73,6 @@ class Gathers:
         engine: is called when a pass begins, which may raise; its `lends` says what forwards get.
     """
 
-    paused = False  # its hooks do nothing; see optim/graphs.py
     early = True  # zero_grad() launches gathers; False: the next forward does
     part: object = 0  # the chunk of the model that runs: each has its own order of gathers
 

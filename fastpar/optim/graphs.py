@@ -153,18 +153,15 @@ def recording(engine: Engine, *, adds: bool | None) -> Iterator[list[nn.Paramete
             (torch._foreach_add_ if adds else torch._foreach_copy_)(views, [*grads.values()])
             grads.clear()
 
-    owners = [owner for owner in (engine, engine.gathers) if owner is not None]
     grads = [(p, p.grad) for p in shards.params]
     handles = [p.register_post_accumulate_grad_hook(store) for p in shards.params]
     try:
-        for owner in owners:
-            owner.paused = True
+        engine.paused = True
         for p, _ in grads:
             p.grad = None
         yield fired
     finally:
-        for owner in owners:
-            owner.paused = False
+        engine.paused = False
         for handle in handles:
             handle.remove()
         for p, grad in grads:
@@ -227,6 +224,7 @@ def graphed(
         one on. A graph reads learning rates in fp32: where that is not exact its weights differ
         from those of plain steps by roundings.
     Ranks: all, with the same settings, shapes and number of steps. The loss is that of the rank.
+        Delete step before the process group is destroyed: NCCL waits for the graph's end.
     """
     return GraphedStep(loss_of, model, optimizer, cuda_graphs)
 

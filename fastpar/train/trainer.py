@@ -315,6 +315,8 @@ class Trainer:
             except BaseException:
                 self.saves.wait_briefly()
                 raise
+            finally:
+                self.step_graph = None  # NCCL closes no group while a graph has its operations
             if stop <= 0 and (self.val is None or self.val[0] != self.step):
                 self.validate()
             self.saves.settle()
