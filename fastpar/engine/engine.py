@@ -377,7 +377,7 @@ class Engine:
             self.gathers.after_step()
 
     def end_step(self, *, in_graph: bool = False) -> None:
-        """Report a step, which a replayed graph has made on its own."""
+        """Count and report a step; in_graph: that a graph has made."""
         self.log.n_steps += 1
         self.report = self.log.timer.end_step(in_graph=in_graph)
         if self.debug.check_replicas:

@@ -27,9 +27,11 @@ replay; all other memory stays where it is, which the capture check verifies. Ev
 graph in the same step and replays it equally often. The host still does what needs it: requests to
 stop are inputs and outputs, and a watchdog sees each replay as one operation. Single collectives
 have no times. NCCL inside graphs never ran here: the tests have CPU ranks and a stand-in for NCCL,
-so several ranks have graphs only where they are asked for. What has none: a deterministic engine
-sums micro-batches in a tree on the host, Muon and Adafactor read numbers on the host, and gloo and
-shared memory work on the host.
+so several ranks have graphs only where they are asked for. Stages 1 to 3 have two of NCCL's groups
+in one graph; NCCL's documents know of graphs of several groups that hung, which
+NCCL_GRAPH_MIXING_SUPPORT=0 prevents. What has no graph: a deterministic engine sums micro-batches
+in a tree on the host, Muon and Adafactor read numbers on the host, and gloo and shared memory work
+on the host.
 
 [Note: first steps] Steps 1 and 2 run as usual, in the memory of the graph: they create the
 optimizer's state, compile and prove kernels. Step 3 runs under the capture check. Before step 4
@@ -241,7 +243,6 @@ class GraphedStep:
     ) -> None:
         engine = engine_of(model)
         self._loss_of, self._optimizer, self._parts = loss_of, optimizer, 1
-        self._alone = engine.mesh.world_size == 1
         self.why = why_none(model, engine, optimizer, asked)
         if asked is False:
             self.why = "cuda_graphs=False"
@@ -252,10 +253,10 @@ class GraphedStep:
         batches = [inputs] if isinstance(inputs[0], Tensor) else list(inputs)
         self._parts = len(batches)
         if self._graph is not None:
-            if self._alone:
-                self.why = self._graph.why_not(batches, None)
-            else:  # a rank that left its graph would leave the others
+            if self._graph.several:  # a rank that left its graph would leave the others
                 self._graph.fill(batches, None)
+            else:
+                self.why = self._graph.why_not(batches, None)
             if not self.why:
                 self._graph.run()
                 self._optimizer.zero_grad()
@@ -288,6 +289,7 @@ class StepGraph:
     Attributes:
         loss: fp64 [], sum over this rank's micro-batches of the last step.
         norm: fp32 [], norm of its gradients, if the optimizer measures it.
+        several: whether there are several ranks.
     Raises:
         ValueError: micro-batches of other shapes than in the first step; hooks that are not the
             engine's.
@@ -313,8 +315,8 @@ class StepGraph:
         self._batches: list[list[Tensor]] = []
         self._scaled = False  # whether there is a loss scale
         self._values = self._sums = torch.zeros(0, dtype=torch.float64, device=device)
-        self._several = engine.mesh.world_size > 1
-        if self._several and engine.gathers is not None:
+        self.several = engine.mesh.world_size > 1
+        if self.several and engine.gathers is not None:
             engine.gathers.early = False  # forward gathers, in the graph
         self._steps = 0
         self._replay: Callable[[], None] | None = None
@@ -353,13 +355,13 @@ class StepGraph:
             self._sums = self._values.new_empty(1 + len(self._values))
         if self._scaled:
             self._optimizer.grad_scale = self._scale
+        if self.several and engine.shards.is_gathered:
+            raise RuntimeError(
+                "StepGraph: expected a step outside of gathered(), which keeps parameters whole; "
+                "leave it before"
+            )
         self._steps += 1
-        if self._several:
-            if engine.shards.is_gathered:
-                raise RuntimeError(
-                    "StepGraph: expected a step outside of gathered(), which keeps parameters "
-                    "whole; leave it before"
-                )
+        if self.several:
             engine.make_stale()
             if self._steps < _CHECKED:
                 self._work_of_ranks()
@@ -373,17 +375,15 @@ class StepGraph:
         else:
             if self._replay is None:
                 self._replay = capture(self._region, self._forwards).replay
-            if self._several:
-                count_call()
-                enqueue(self._device, "replay of a step's graph", self._replay)
-            else:
-                self._replay()
+            count_call()
+            enqueue(self._device, "replay of a step's graph", self._replay)
         log.n_reductions += 1
-        if self._several:
+        if self.several:
             engine.end_step(in_graph=True)
             return self._sums
         engine.report = log.timer.end_step()
-        return torch.cat((self.loss.reshape(1), self._values))
+        loss = self.loss.reshape(1)
+        return torch.cat((loss, self._values)) if len(self._values) else loss
 
     def fill(self, batches: Sequence[tuple[Tensor, ...]], scale: float | None) -> None:
         """Copy the inputs of a step; raise ValueError if they do not fit the graph."""
@@ -411,7 +411,7 @@ class StepGraph:
 
     def _region(self) -> None:
         """The work of a step that the graph holds."""
-        if self._several:
+        if self.several:
             with self._engine.captured():
                 return self._work_of_ranks()
         self.loss.zero_()
@@ -450,7 +450,7 @@ class StepGraph:
 
     def _forwards(self) -> None:
         """Forward and backward before a capture, which change nothing."""
-        if self._several:
+        if self.several:
             with self._engine.captured():
                 self._backward(0)
             self._optimizer.zero_grad()

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from cells import slow
 from pretend_cuda import pretend_cuda
 from recorded import Recorded, Synchronous
 from torch import Tensor, nn
@@ -69,21 +70,24 @@ def train(stage, cuda_graphs, parts, dtype, settings):
             model.train()
             with engine_of(model).gathered():
                 found.append(sum(p.float().abs().sum().item() for p in model.parameters()))
+    report = engine_of(model).report
+    assert (report.comm_ms is None) == cuda_graphs
+    found.append(report.wire_bytes)
     with engine_of(model).gathered():
         return found, [p.detach().clone() for p in model.parameters()]
 
 
 LAYOUTS = [
-    (2, 0, 1, torch.float32, {}),
+    slow(2, 0, 1, torch.float32, {}),
     (2, 0, 2, torch.bfloat16, {}),
-    (2, 1, 2, torch.float32, {}),
+    slow(2, 1, 2, torch.float32, {}),
     (2, 1, 1, torch.bfloat16, {}),
-    (2, 2, 1, torch.float32, {}),
+    slow(2, 2, 1, torch.float32, {}),
     (2, 2, 2, torch.bfloat16, {"accumulate": "full", "grad_accum_steps": 2}),
     (2, 3, 2, torch.float32, {}),
-    (2, 3, 1, torch.bfloat16, {}),
+    slow(2, 3, 1, torch.bfloat16, {}),
     (4, 2, 1, torch.float32, {"shard_size": 2}),
-    (4, 3, 2, torch.float32, {"shard_size": 2}),
+    slow(4, 3, 2, torch.float32, {"shard_size": 2}),
 ]
 
 
@@ -169,7 +173,7 @@ def checked(stage, parts):
 REDUCED = {0: "allreduce_", 1: "alltoall_base_", 2: "alltoall_base_", 3: "alltoall_base_"}
 
 
-@pytest.mark.parametrize(("stage", "parts"), [(0, 1), (1, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("stage", "parts"), [(0, 1), slow(1, 1), slow(2, 2), (3, 1)])
 def test_a_step_uses_the_same_memory_again_and_can_be_captured(stage, parts):
     """Of a replay, all memory is at the addresses of the capture: what was there before it, and
     what it allocates, in the graph's pool. What the host knows is the same before and after."""
@@ -309,3 +313,32 @@ def test_a_capture_has_no_times_entries_and_waits_and_joins_its_streams(device, 
     assert device.seen == [("graph", False)]
     ((entry,),) = watchdog._streams.values()
     assert entry[1] == "replay of a step's graph"
+
+
+def refuses(stage):
+    """What the third step says if a parameter has no gradient, and if weights are kept whole."""
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    mesh, debug = Mesh(), Debug(collectives=Synchronous)
+    parallelize(model, mesh, zero_stage=stage, debug=debug)
+    used = [0, 1]
+    step = graphed(
+        lambda x: sum(model[i](x) for i in used).sum(),
+        model,
+        AdamW(model.parameters()),
+        cuda_graphs=True,
+    )
+    for _ in range(2):
+        step(torch.ones(2, 4))
+    with engine_of(model).gathered(), pytest.raises(RuntimeError, match="outside of gathered"):
+        step(torch.ones(2, 4))
+    used.pop()
+    with pytest.raises(RuntimeError, match=r"of every parameter, got none of '1\.(weight|bias)'"):
+        step(torch.ones(2, 4))
+    with pytest.raises(ValueError, match="expected every step like the first one"):
+        step(torch.ones(3, 4))
+    return True
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_ranks_refuse(captured, stage):
+    assert run_ranks(refuses, 2, stage) == [True, True]
