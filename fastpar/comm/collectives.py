@@ -225,8 +225,9 @@ class StreamHandle(Handle):
 
     @property
     def ms(self) -> float | None:
-        over = self._start is not None and self._end.query()
-        return self._start.elapsed_time(self._end) if over else None
+        if self._start is None or not self._end.query():
+            return None
+        return self._start.elapsed_time(self._end)
 
 
 class _Done(Handle):

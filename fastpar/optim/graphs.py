@@ -436,6 +436,7 @@ class StepGraph:
         self._engine.contribute(torch.cat((share, self._values)))
         with self._on_device():
             optimizer.step()
+        assert control.contributed is not None
         control.contributed = self._sums.copy_(control.contributed)
         self._copy_out()
         optimizer.zero_grad()
