@@ -27,11 +27,10 @@ replay; all other memory stays where it is, which the capture check verifies. Ev
 graph in the same step and replays it equally often. The host still does what needs it: requests to
 stop are inputs and outputs, and a watchdog sees each replay as one operation. Single collectives
 have no times. NCCL inside graphs never ran here: the tests have CPU ranks and a stand-in for NCCL,
-so several ranks have graphs only where they are asked for. Stages 1 to 3 have two of NCCL's groups
-in one graph; NCCL's documents know of graphs of several groups that hung, which
-NCCL_GRAPH_MIXING_SUPPORT=0 prevents. What has no graph: a deterministic engine sums micro-batches
-in a tree on the host, Muon and Adafactor read numbers on the host, and gloo and shared memory work
-on the host.
+so several ranks have graphs only where they are asked for. At stages 1 to 3 a graph has two groups
+of NCCL, whose documents tell of CUDA hanging when graphs of several are launched by one thread.
+What has no graph: a deterministic engine sums micro-batches in a tree on the host, Muon and
+Adafactor read numbers on the host, and gloo and shared memory work on the host.
 
 [Note: first steps] Steps 1 and 2 run as usual, in the memory of the graph: they create the
 optimizer's state, compile and prove kernels. Step 3 runs under the capture check. Before step 4
@@ -182,8 +181,8 @@ def why_none(model: nn.Module, engine: Engine, optimizer: Any, asked: bool | Non
     if engine.mesh.dp_size < engine.mesh.world_size:
         return "ranks split the model or its sequences: graphs hold collectives of dp alone"
     groups = [engine.control_group, *(g for b in engine.buckets for g in vars(b.groups).values())]
-    if host := [g.transport for g in groups if g is not None and not g.captures]:
-        return f"the host runs collectives over {host[0]}, or chooses random bits for them"
+    if other := next((g for g in groups if g is not None and not g.captures), None):
+        return f"collectives are not NCCL's own: {other.transport} ({other.why})"
     if engine.buckets[0].groups.node is not None:
         return "secondary shards were not tested with graphs"
     if engine.settings.deterministic:

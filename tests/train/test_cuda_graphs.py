@@ -164,7 +164,7 @@ def test_what_is_captured_and_said(here, captured, monkeypatch):
         (2, {}, ""),
     ):
         assert run_ranks(said, ranks, changes)[0] == expected, changes
-    with pytest.raises(ValueError, match=r"can hold with cuda_graphs, got ones where .* over shm"):
+    with pytest.raises(ValueError, match=r"can hold with cuda_graphs, got ones where .* own: shm"):
         run_ranks(said, 2, {"cuda_graphs": True})
     monkeypatch.setattr(ShmCollectives, "captures", True)
     assert "NCCL inside graphs never ran" in run_ranks(said, 2, {"cuda_graphs": True})[0]
@@ -261,7 +261,7 @@ def test_why_there_is_no_graph(captured, monkeypatch):
     assert why(GPTConfig(**{**vars(SMALL), "n_expert": 2})).startswith("the counts of experts")
     assert why(optimizer=Muon) == "Muon reads its numbers on the host"
     assert why(deterministic=True) == "the host sums micro-batches in a tree"
-    assert run_ranks(why, 2)[0].startswith("the host runs collectives over shm")
+    assert run_ranks(why, 2)[0].startswith("collectives are not NCCL's own: shm (all r")
     monkeypatch.undo()
     assert why() == "cpu has no CUDA graphs"
     with pytest.raises(ValueError, match="engine_of: GPT has no engine"):
