@@ -1,5 +1,5 @@
-"""Lists of tensors as compiled functions take them: a row of numbers for each tensor, read in one
-call (csrc/lists.h)."""
+"""Lists of tensors in one call: as compiled functions take them, a row of numbers for each tensor
+(csrc/lists.h), compared, copied."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -29,3 +29,22 @@ def goes_at_once(tensors: Iterable[Tensor]) -> bool:
 def are_usual(tensors: Sequence[Tensor]) -> bool:
     """Whether an eager call finds contiguous fp32, bf16 or fp16 of one device in memory."""
     return goes_at_once(tensors) and _C.are_usual(rows_of(tensors))
+
+
+def are_at(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    """Whether each tensor of a is the same memory as that of b, as the same dtype and layout."""
+    if _C is not None:
+        return torch.ops.fastpar._are_at.default(a, b)
+    return len(a) == len(b) and all(
+        x.data_ptr() == y.data_ptr() and x.dtype == y.dtype and x.shape == y.shape
+        and x.stride() == y.stride()
+        for x, y in zip(a, b)
+    )  # fmt: skip
+
+
+def copy_(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    """to[i].copy_(source[i]) for each i."""
+    if _C is None:
+        torch._foreach_copy_(to, source)
+    else:
+        torch.ops.fastpar._copy_.default(to, source)

@@ -1,12 +1,13 @@
-// Reads the tensors of a list for the bindings in one call: csrc/lists.h.
+// Lists of tensors in one call: read for the bindings (csrc/lists.h), compared, copied.
 #include "../lists.h"
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
+#include <ATen/ops/_foreach_copy.h>
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
+
+#include "node.h"
 
 namespace fastpar::lists {
 namespace {
@@ -59,11 +60,38 @@ Tensor rows(at::TensorList tensors, int64_t written) {
   return table;
 }
 
+// Whether each tensor of a is the same memory as that of b, as the same dtype and layout.
+bool are_at(at::TensorList a, at::TensorList b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Tensor& x, const Tensor& y) {
+    return x.const_data_ptr() == y.const_data_ptr() && x.scalar_type() == y.scalar_type() &&
+           x.sizes() == y.sizes() && x.strides() == y.strides();
+  });
+}
+
+// Copies each tensor. Small ones at once: torch takes 2 us for each.
+void copy(at::TensorList to, at::TensorList from) {
+  constexpr size_t kSmall = 1 << 18;
+  if (to.empty() || !to[0].is_cpu()) return at::_foreach_copy_(to, from);
+  for (size_t i = 0; i < to.size(); ++i) {
+    const Tensor &x = from[i], &y = to[i];
+    if (x.is_cpu() && y.is_cpu() && nodes::is_plain(x) && nodes::is_plain(y) &&
+        nodes::is_like(x, y) && x.is_contiguous() && y.is_contiguous() && x.nbytes() <= kSmall &&
+        !(at::GradMode::is_enabled() && (x.requires_grad() || y.requires_grad()))) {
+      std::memcpy(y.mutable_data_ptr(), x.const_data_ptr(), x.nbytes());
+      y.unsafeGetTensorImpl()->bump_version();
+    } else {
+      y.copy_(x);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace fastpar::lists
 
 TORCH_LIBRARY_FRAGMENT(fastpar, m) {
   m.def("_rows(Tensor[] tensors, int written) -> Tensor", &fastpar::lists::rows);
+  m.def("_are_at(Tensor[] a, Tensor[] b) -> bool", &fastpar::lists::are_at);
+  m.def("_copy_(Tensor(a!)[] to, Tensor[] from) -> ()", &fastpar::lists::copy);
 }
 // Where torch would make other tensors of them first, whose memory dies with the call.
 TORCH_LIBRARY_IMPL(fastpar, Negative, m) { m.impl("_rows", &fastpar::lists::rows); }

@@ -56,6 +56,7 @@ from fastpar.comm.collectives import DONE, Collectives, Handle, PairwiseSum, sta
 from fastpar.comm.wires import CompressedSums, Encoders
 from fastpar.engine.absent import AbsentParameter, Marks
 from fastpar.files.tensor_file import FLOATS
+from fastpar.kernels import lists
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.layout import Bucket, Layout
 
@@ -522,11 +523,11 @@ class BucketState:
         stream = None if again else self._stream
         if not self._outputs or (stream and stream != torch.cuda.current_stream(stream.device)):
             self._make_node()
-        shown = self.shown  # views of flat, if nothing has moved them
+        here = not self.shown or self._is_in_place()  # views of flat, if nothing has moved them
         with torch._C.DisableTorchFunctionSubclass():
             usable = self._usable = [
                 p.requires_grad
-                and not (shown and (view.data_ptr() != p.data_ptr() or view.dtype is not p.dtype))
+                and (here or lists.are_at((view,), (p,)))
                 and len(p._backward_hooks or ()) == before
                 and len(p._post_accumulate_grad_hooks or ()) == after
                 for p, view, (before, after) in zip(self.params, self.views, self._hooks)
@@ -558,11 +559,12 @@ class BucketState:
         if not self._lent:
             return
         self._lent, moved = False, {}
+        here = lists.are_at(self._outputs, self.views)
         for parameters, name, position in self._uses if self._outputs else ():
             output = self._outputs[position]
             if parameters.get(name) is output:
                 parameters[name] = self.params[position]
-                if output.data_ptr() != self.views[position].data_ptr():
+                if not here and output.data_ptr() != self.views[position].data_ptr():
                     moved[position] = output.data
         if moved:
             self._outputs = ()
@@ -621,9 +623,16 @@ class BucketState:
             self.stepped.copy_(self.shard)
         self.kept = False
 
+    def _is_in_place(self) -> bool:
+        """Whether all parameters are views of flat."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return lists.are_at(self.params, self.views)
+
     def _moved(self) -> list[int]:
         """Positions of parameters that do not use the bucket's memory, with the same layout. Absent
         ones refuse other memory."""
+        if self.shown and self._is_in_place():
+            return []
         places = zip(self.params, self.views if self.shown else self._placeholders)
         return [
             i
@@ -750,7 +759,7 @@ class BucketState:
             if again:
                 torch._foreach_add_([views[i] for i in again], [given[i] for i in again])
             if first:
-                torch._foreach_copy_([views[i] for i in first], [given[i] for i in first])
+                lists.copy_([views[i] for i in first], [given[i] for i in first])
             for i in first if self.shows_grad else ():
                 self.params[i].grad = views[i]
             self.note(*given)

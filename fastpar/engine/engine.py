@@ -415,7 +415,9 @@ class Engine:
             if self._spent:
                 self._spent.add(of)
             params = [p for group in of.param_groups for p in group["params"]]
-            for bucket, positions in self.shards.by_bucket(params).items():
+            whole = {*map(id, params)} >= self.shards.ids
+            some = dict.fromkeys(self.buckets) if whole else self.shards.by_bucket(params)
+            for bucket, positions in some.items():
                 bucket.zero_grad(set_to_none, positions)
         if not all(bucket.zeroed for bucket in self.buckets):
             self.control.doubt()

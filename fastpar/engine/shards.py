@@ -64,6 +64,7 @@ class Shards:
         for bucket in buckets:
             bucket.log = self.log
         self.params = [p for bucket in buckets for p in bucket.params]
+        self.ids = {*map(id, self.params)}
         self.index = {p: i for i, p in enumerate(self.params)}
         self.places = {
             p: (bucket, position) for bucket in buckets for position, p in enumerate(bucket.params)
@@ -293,8 +294,8 @@ class Shards:
         """Positions in buckets of the parameters that are in one."""
         found: dict[BucketState, set[int]] = {}
         for p in params:
-            if p in self.places:
-                bucket, position = self.places[p]  # type: ignore[index]
+            if (at := self.places.get(p)) is not None:  # type: ignore[call-overload]
+                bucket, position = at
                 found.setdefault(bucket, set()).add(position)
         return found
 
