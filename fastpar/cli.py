@@ -37,7 +37,7 @@ from fastpar.settings.fields import for_tyro, setting_name
 from fastpar.settings.files import WRONG_PATH, option, read_settings
 from fastpar.settings.mesh import ranks_of_batch, ranks_of_depth
 from fastpar.settings.options import USUAL, SampleSettings, TrainFlags
-from fastpar.settings.rules import check_synchronous, rules_text, without_idle
+from fastpar.settings.rules import check_synchronous, rules_text
 from fastpar.train import launch
 
 _BROKEN_PIPE = 128 + 13  # the exit status of SIGPIPE
@@ -465,8 +465,7 @@ def _config_of(base: _Base) -> TrainConfig:
     flags = _parse(TrainFlags, base.arguments, "train", base.flags)
     nproc = flags.system.nproc
     ranks = int(os.environ["WORLD_SIZE"]) if is_rank() else nproc
-    flags = without_idle(flags, base.saved, ranks).replace(base.changes)
-    config = TrainConfig(**vars(flags))
+    config = TrainConfig(**vars(flags.replace(base.changes)))
     by_torchrun = is_rank() and not launched_here()
     if by_torchrun and nproc not in (base.flags.system.nproc, ranks):
         raise ValueError(

@@ -66,7 +66,6 @@ def matrix() -> str:
         "Pairs that do not run": [pair.rule() for pair in rules.PAIRS],
         "Settings that need another": [needs.rule() for needs in rules.NEEDS],
         "Other rules": list(rules.RULES),
-        "Settings without effect alone": list(rules.OF_IDLE),
     }
     reasons: dict[str, int] = {}  # of all groups, in order, each once
     listed = []
