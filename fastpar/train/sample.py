@@ -28,7 +28,7 @@ def generate(
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
-    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    generator: torch.Generator | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[Tensor]:
     """Continue each row of idx token by token, without dropout, as an iterator.
@@ -41,8 +41,8 @@ def generate(
         max_new_tokens: >= 0.
         temperature: divides the logits; 0 takes the most likely token.
         top_k: draw from the k most likely tokens only.
-        generator: one CPU generator, or one per row; None: torch's default generator. Tokens are
-            drawn on the CPU for every device.
+        generator: a CPU generator; None: torch's default. Tokens are drawn on the CPU for every
+            device.
         vocab_size: draw from the first vocab_size tokens only, if the tokenizer has fewer than the
             model.
     Returns:
@@ -70,11 +70,6 @@ def generate(
     if top_k is not None and top_k < 1:
         raise ValueError(
             f"generate: expected top_k >= 1, got top_k={top_k}; drop it to draw from all"
-        )
-    if isinstance(generator, Sequence) and len(generator) != len(idx):
-        raise ValueError(
-            f"generate: expected one generator or one for each of {len(idx)} rows, got "
-            f"{len(generator)}; pass one per row"
         )
     return _tokens(
         model, idx[:, -model.config.block_size :], max_new_tokens, vocab_size,
@@ -108,7 +103,7 @@ def _draw(
     logits: Tensor,
     temperature: float,
     top_k: int | None,
-    generator: torch.Generator | Sequence[torch.Generator] | None,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """Draw tokens [B] from logits [B, V]."""
     if temperature == 0.0:
@@ -119,8 +114,6 @@ def _draw(
         top = logits.topk(min(top_k, logits.shape[-1])).indices
         logits = torch.full_like(logits, -torch.inf).scatter(-1, top, logits.gather(-1, top))
     likely = logits.softmax(dim=-1)
-    if isinstance(generator, Sequence):
-        return torch.cat([torch.multinomial(p, 1, generator=g) for p, g in zip(likely, generator)])
     return torch.multinomial(likely, 1, generator=generator)[:, 0]
 
 
@@ -161,8 +154,7 @@ def sample(
 ) -> Iterator[str]:
     """Generate texts as a stream: for each prompt, num_samples times the prompt and continuation.
 
-    Text i has its own generator, seeded by seed + i, so it does not depend on the other texts. The
-    texts of a prompt are computed as one batch; the first one is streamed, the others follow.
+    Text i has its own generator, seeded by seed + i, so it does not depend on the other texts.
     Tokens that only pad the vocabulary (nanoGPT's 50304) are never drawn. Without a prompt, the
     text starts with a newline.
 
@@ -171,7 +163,7 @@ def sample(
     Raises:
         ValueError: a prompt without tokens or not in UTF-8; see generate().
     """
-    first, size = seed, model.config.block_size
+    number, size = seed, model.config.block_size
     for prompt in settings.prompt or (_free_prompt(tokenizer),):
         try:
             prompt.encode()
@@ -187,34 +179,21 @@ def sample(
             )
         if say and len(ids) > size:
             say(f"the prompt has {len(ids)} tokens; the model reads only the last {size}")
-        if not settings.num_samples:
-            continue
-        device = model.wte.weight.device
-        idx = torch.tensor([ids] * settings.num_samples, dtype=torch.int64, device=device)
-        seeds = range(first, first + settings.num_samples)
-        stream = generate(
-            model,
-            idx,
-            settings.max_new_tokens,
-            temperature=settings.temperature,
-            top_k=settings.top_k or None,
-            generator=[torch.Generator("cpu").manual_seed(number) for number in seeds],
-            vocab_size=tokenizer.vocab_size,
-        )
-        drawn: list[list[int]] = []  # by step, a token of each text
-        for row, number in enumerate(seeds):
+        idx = torch.tensor([ids], dtype=torch.int64, device=model.wte.weight.device)
+        for _ in range(settings.num_samples):
+            tokens = generate(
+                model,
+                idx,
+                settings.max_new_tokens,
+                temperature=settings.temperature,
+                top_k=settings.top_k or None,
+                generator=torch.Generator("cpu").manual_seed(number),
+                vocab_size=tokenizer.vocab_size,
+            )
             yield SEPARATOR * (number > seed) + prompt
-            yield from stream_text(_row(row, stream, drawn), tokenizer.decode, ids[-1:])
+            yield from stream_text((int(token) for token in tokens), tokenizer.decode, ids[-1:])
             yield "\n"
-        first += settings.num_samples
-
-
-def _row(row: int, stream: Iterator[Tensor], drawn: list[list[int]]) -> Iterator[int]:
-    """Tokens of a row; those of the first one as the stream yields them."""
-    yield from [tokens[row] for tokens in drawn]
-    for tokens in stream:
-        drawn.append(tokens.tolist())
-        yield drawn[-1][row]
+            number += 1
 
 
 def _free_prompt(tokenizer: Tokenizer) -> str:
