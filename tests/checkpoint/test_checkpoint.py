@@ -412,7 +412,7 @@ def test_ranks_that_split_a_model_refuse_together(tmp_path):
         (b'{"step": true}', "step=True"),
         (b'{"step": 1, "model": 3}', "argument after .* must be a mapping"),
         (b'{"step": 1, "model": {"rank": 3}}', "unexpected keyword argument 'rank'"),
-        (b'{"step": 1, "model": {"n_layer": "3"}}', "positive integer, got n_layer=3"),
+        (b'{"step": 1, "model": {"n_layer": "3"}}', "integer n_layer >= 1, got n_layer=3"),
     ],
 )
 def test_a_state_that_makes_no_sense(content, problem, tmp_path):
