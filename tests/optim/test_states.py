@@ -378,8 +378,6 @@ OPTIONS = {
         ({"ns_steps": 6}, "1 <= ns_steps <= 5, got ns_steps=6; 5 is usual"),
         ({"adjust_lr_fn": "x"}, "'match_rms_adamw', got adjust_lr_fn='x'"),
         ({"momentum": 1.0}, "0.0 <= momentum < 1.0, got momentum=1.0"),
-        ({"row_beta": -0.1}, "0.0 <= row_beta < 1.0, got row_beta=-0.1"),
-        ({"momentum_dtype": FP16}, "got momentum_dtype=torch.float16"),
     ],
     DynamicLossScale: [
         ({"init": 0.5}, r"expected 0 < min_scale=1\.0 <= init <= max_scale=.*, got init=0\.5"),
