@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dis
 import io
-import itertools
 import math
 import os
 import re
@@ -37,7 +36,7 @@ from fastpar.settings.fields import for_tyro, setting_name
 from fastpar.settings.files import WRONG_PATH, option, read_settings
 from fastpar.settings.mesh import ranks_of_batch, ranks_of_depth
 from fastpar.settings.options import USUAL, SampleSettings, TrainFlags
-from fastpar.settings.rules import check_synchronous, rules_text
+from fastpar.settings.rules import rules_text
 from fastpar.train import launch
 
 _BROKEN_PIPE = 128 + 13  # the exit status of SIGPIPE
@@ -270,10 +269,6 @@ def _missing_memory(error: Exception) -> str:
 
 def _parse(command: Any, arguments: list[str], name: str, default: Any = None) -> Any:
     """Parse flags into a dataclass by tyro, which exits with status 2 on a mistake."""
-    words = [word for argument in arguments for word in argument.split("=", 1)]
-    for flag, value in itertools.pairwise(words):
-        if flag == "--schedule":
-            check_synchronous(f"fastpar {name}", "schedule", value, "--schedule 1f1b")
     tyro = import_package("tyro", f"fastpar {name}")
     return tyro.cli(
         command,

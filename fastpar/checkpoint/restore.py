@@ -40,6 +40,7 @@ from fastpar.checkpoint.saver import (
     piece_runs,
     wires_of,
 )
+from fastpar.comm.mesh import AXES, gather_objects
 from fastpar.engine.control import gather_errors
 from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.files.plain_files import printable, read_object, shown
@@ -49,7 +50,6 @@ from fastpar.kernels.adamw import master_join, master_split
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import PREFIX, Weight, list_weights, load_hf
 from fastpar.models.nanogpt import load_nanogpt
-from fastpar.settings.mesh import AXES
 from fastpar.settings.model import GPTConfig
 from fastpar.sharding.placements import Run, whole_run
 
@@ -149,16 +149,8 @@ def _linked_on_first(engine: Engine | None, path: Path) -> Path:
     found = linked(path)
     if engine is None or engine.mesh.world_size == 1:
         return found
-    mesh, text = engine.mesh, b""
-    if found != path:
-        text = os.fsencode(os.path.relpath(found, path.parent))
-    size = torch.tensor([len(text)], dtype=torch.int64, device=mesh.device)
-    mesh.broadcast_([size], *AXES)
-    raw = torch.zeros(int(size), dtype=torch.uint8, device=mesh.device)
-    if mesh.is_main and text:
-        raw.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    mesh.broadcast_([raw], *AXES)
-    return path.parent / os.fsdecode(bytes(raw.tolist())) if len(raw) else path
+    mine = os.path.relpath(found, path.parent)
+    return path.parent / gather_objects(mine, engine.mesh.group(*AXES))[0]
 
 
 @contextlib.contextmanager

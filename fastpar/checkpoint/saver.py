@@ -612,11 +612,6 @@ class Saver:
         self.last = Result(attempt.step, path, tuple(errors), *times, attempt.nbytes)
         return self.last
 
-    def close(self) -> None:
-        """Wait for this rank's thread; an unsettled save is committed too."""
-        if self._attempt is not None:
-            self._attempt.join()
-
     # What the ranks agree on
 
     def _errors(self, mine: str | None) -> list[str]:

@@ -546,15 +546,3 @@ AXES = (
     *("replicas", "n_expert", "fp8", "offload", "compile", "cuda_graphs"),
 )
 _NARROW = {"cuda_graphs": "graphs"}
-
-_STALE = re.compile("async|hogwild|parameter.?server|ps$|pipedream", re.IGNORECASE)
-
-
-def check_synchronous(caller: str, what: str, value: str, instead: str) -> None:
-    """Refuse names of asynchronous training, which applies gradients to newer weights."""
-    if _STALE.match(value):
-        raise ValueError(
-            f"{caller}: expected a synchronous {what}, got {what}={value!r}; use {instead}: "
-            "asynchronous training was slower and reached a worse loss, see "
-            "bench/results/parameter_server.md"
-        )

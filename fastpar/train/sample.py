@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fastpar.data import tokenizer as tokenizers
 from fastpar.data.tokenizer import Tokenizer
-from fastpar.files.plain_files import shown
 from fastpar.models.gpt import GPT, nothing_read
 from fastpar.models.hf import check_whole
 from fastpar.settings.options import SampleSettings
@@ -161,16 +160,10 @@ def sample(
     Args:
         say: called with a message about a prompt longer than the context.
     Raises:
-        ValueError: a prompt without tokens or not in UTF-8; see generate().
+        ValueError: a prompt without tokens; see generate().
     """
     number, size = seed, model.config.block_size
     for prompt in settings.prompt or (_free_prompt(tokenizer),):
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:  # as read from a terminal or a setting
-            raise ValueError(
-                f"sample: expected a prompt in UTF-8, got prompt={shown(prompt)}; correct it"
-            ) from None
         ids = tokenizer.encode(prompt or _free_prompt(tokenizer))
         if not ids:
             raise ValueError(

@@ -102,7 +102,7 @@ from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
 from fastpar.data.batches import eval_batches, sample_batch, to_device
 from fastpar.data.sources import Tokens
 from fastpar.doctor.doctor import prove_before_training
-from fastpar.engine.control import broadcast_text, gather_numbers, prove_together
+from fastpar.engine.control import broadcast_text, prove_together
 from fastpar.engine.engine import Engine, engine_of
 from fastpar.engine.pipeline_step import pipeline_loss, pipeline_step
 from fastpar.files.runs import checkpoint_folder, release
@@ -678,20 +678,16 @@ class RunSaves:
         self.requested = False
         self.signals.clear()
         began = time.perf_counter()
-        if saver.unsettled:
-            if saver.overlap == "skip" and any(gather_numbers(self.engine, float(saver.busy))):
-                self.journal.note(
-                    step,
-                    "save skipped: the previous one is still running (--save-overlap skip)",
-                    save_skipped=1,
-                )
-                return
+        if saver.overlap == "wait":
             self.settle()
-        waited = time.perf_counter()
-        saver.save(step, state)
+        waited, before = time.perf_counter(), saver.last
+        if not saver.save(step, state):
+            text = "save skipped: the previous one is still running (--save-overlap skip)"
+            self.journal.note(step, text, save_skipped=1)
+            return
         self._waited_ms = (waited - began) * 1e3
         self._pause_ms = (time.perf_counter() - waited) * 1e3
-        if not saver.unsettled and saver.last is not None:  # not asynchronous
+        if saver.last is not None and saver.last is not before:
             self._report(saver.last)
         self.journal.start_clock()
 
