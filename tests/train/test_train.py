@@ -428,7 +428,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(here, gate, before, caps
 
 def test_a_save_is_left_out_while_one_is_written(here, gate, before, capsys):
     before(5, lambda trainer: gate.set())
-    before(6, lambda trainer: trainer.saves._saver.close())
+    before(6, lambda trainer: trainer.saves._saver._attempt.join())
     saving("r", 2, save_overlap="skip", save_every=2, max_steps=7)
     assert steps_saved("r") == [2, 6, 7]
     assert [row["step"] for row in rows_of("r", "save_skipped")] == [4]
