@@ -22,7 +22,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -48,7 +48,7 @@ from fastpar.files.runs import check_checkpoint, linked
 from fastpar.files.tensor_file import STORED, THREADS
 from fastpar.kernels.adamw import master_join, master_split
 from fastpar.models.gpt import GPT
-from fastpar.models.hf import PREFIX, Weight, list_weights, load_hf
+from fastpar.models.hf import Weight, list_weights, load_hf
 from fastpar.models.nanogpt import load_nanogpt
 from fastpar.settings.model import GPTConfig
 from fastpar.sharding.placements import Run, whole_run
@@ -197,16 +197,15 @@ class _Plan:
         self.weights = [w for w in weights if w.key in self._stored]
         missing = [w.key for w in weights if w.key not in self._stored]
         unexpected = sorted(self._stored.keys() - names.keys())
-        advice = _unwrapping(names, self._stored)
-        if strict or (advice and not self.weights):
+        if strict or not self.weights:
             for found, what in ((missing, "no"), (unexpected, "also")):
                 if found:
                     raise ValueError(
                         f"load_checkpoint: expected the weights of this model in {path}, got "
-                        f"{what} {printable(found[0])}; "
-                        + (advice or "load it into the same model, or pass strict=False")
+                        f"{what} {printable(found[0])}; load it into the same model, without a "
+                        "wrapper whose name comes first, or pass strict=False to load a part"
                     )
-        else:
+        if not strict:
             self.state |= {"missing": missing, "unexpected": unexpected}
         for w in self.weights:
             shape = self._stored[w.key].shape
@@ -399,25 +398,6 @@ class _Plan:
             shape = found[0].shape
             return self._reader.gather(found, whole_run(math.prod(shape)), out).view(shape)
         return self._reader.gather(found, piece_runs(p, engine, block=block), out)
-
-
-_WRAPPERS = {
-    "_orig_mod.": "torch.compile; save and load the module inside, model._orig_mod",
-    "module.": "DistributedDataParallel or DataParallel; save and load the module inside, "
-    "model.module",
-}
-
-
-def _unwrapping(ours: Collection[str], theirs: Collection[str]) -> str | None:
-    """Advice if the names of two models differ by those that a wrapper adds; None: they do not."""
-    for added, advice in _WRAPPERS.items():
-        plain = [
-            {n.removeprefix(PREFIX).replace(added, "") for n in both} for both in (ours, theirs)
-        ]
-        found = [any(added in name for name in both) for both in (ours, theirs)]
-        if plain[0] & plain[1] and found[0] != found[1]:
-            return f"the names differ by {added!r} of {advice}"
-    return None
 
 
 def _keeps(p: Tensor, engine: Engine | None) -> bool:
