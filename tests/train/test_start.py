@@ -286,34 +286,11 @@ def test_two_starts_at_once_are_refused():
         check_free(name)
 
 
-HAS, UNSET = "r/config.json has", ": override it, or add --unset"
-
-
 def saved(**settings):
     os.makedirs("r/checkpoints/step_000002", exist_ok=True)
     whole = TrainConfig().replace({"out": "r", **settings}).settings()
     content = {"settings": whole, "model": {}, "starts": []}
     Path("r/config.json").write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize(
-    ("settings", "flags", "words"),
-    [
-        ({"micro_batch_size": 4}, "--nproc 4 --batch-size 8",
-         f"; {HAS} micro_batch_size=4{UNSET} micro-batch-size\n"),
-        ({"micro_batch_size": 4, "grad_accum_steps": 2}, "--batch-size 6",
-         f"; {HAS} micro_batch_size=4, grad_accum_steps=2{UNSET} micro-batch-size grad-accum-steps"
-         "\n"),
-        ({"stochastic_rounding": True}, "--master-weights full",
-         f"; {HAS} stochastic_rounding=True{UNSET} stochastic-rounding\n"),
-        ({}, "--unset xyzzy", "train --help-all` in --unset, got key=xyzzy; remove it\n"),
-    ],
-)  # fmt: skip
-def test_advice_names_only_what_was_given(capsys, settings, flags, words):
-    saved(**settings)
-    command = f"train --out r --resume --device cpu --data text.txt {flags}"
-    assert main(command.split()) == 2
-    assert capsys.readouterr().err.endswith(words)
 
 
 def test_unset_takes_the_default_of_what_a_run_or_a_file_has_set():
@@ -327,6 +304,8 @@ def test_unset_takes_the_default_of_what_a_run_or_a_file_has_set():
         config = parse_train(flags.split())
         found = (config.parallel.shard_size, config.run.seed, config.lr)
         assert found == (shard_size, seed, lr)
+    with pytest.raises(ValueError, match="in --unset, got key=xyzzy; remove it"):
+        parse_train(["--unset", "xyzzy"])
 
 
 def test_a_run_goes_on_from_another_folder_and_version(here, monkeypatch, capsys):
