@@ -114,25 +114,10 @@ def verify(folder: str | Path, say: Callable[[str], None], pattern: str | None =
         say(f"{one}: {'DAMAGED' if report.damage else 'ok'}")
         for line in report.damage + report.facts:
             say(f"  {line}")
-    damaged = [report for report in reports if report.damage]
-    if damaged:
-        say(_instead(damaged[-1].folder, reports))
     if pattern is not None and reports and not reports[-1].damage:
         for line in _table(reports[-1].folder, pattern):
             say(line)
-    return not damaged
-
-
-def _instead(damaged: Path, reports: list[Report]) -> str:
-    """Advice on which checkpoint to use instead."""
-    sound = [report.folder for report in reports if not report.damage]
-    if len(reports) == 1:  # check the other checkpoints of its run
-        folders = list_checkpoints(damaged.resolve().parent.parent)
-        others = (p for p in reversed(folders) if p.name != damaged.resolve().name)
-        sound = [p for p in others if not examine(p).damage][:1]
-    if not sound:
-        return "the run has no undamaged checkpoint"
-    return f"use {sound[-1]}, the newest undamaged checkpoint"
+    return not any(report.damage for report in reports)
 
 
 def _manifest(folder: Path) -> Manifest:

@@ -17,7 +17,7 @@ import contextlib
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -441,7 +441,8 @@ def find_damage(
         All damage, in the manifest's order.
     """
     seen = seen or {}
-    share = _share(manifest, part, n_parts, seen) if tensors else []
+    both = manifest.weights + manifest.optimizer if tensors else ()
+    share = [t for t in both if (t.file, t.key) not in seen][part::n_parts]
     shared_files = {tensor.file for tensor in share}
     files, damage = list(manifest.files), []
     with TensorReader(Path(folder), manifest) as reader:
@@ -466,19 +467,3 @@ def _try(act: Callable[[Any], object], what: Any, file: str, where: str = "") ->
         return []
     except (OSError, ValueError) as error:
         return [Damage(file, reason(error) + f" in {where}" * bool(where))]
-
-
-def _share(
-    manifest: Manifest, part: int, n_parts: int, but: Container[tuple[str, str]]
-) -> list[TensorEntry]:
-    """The tensors of one of n parts of nearly equal size; the same division on every rank."""
-    both = manifest.weights + manifest.optimizer
-    tensors = [t for t in both if (t.file, t.key) not in but]
-    load = [0] * n_parts
-    mine = []
-    for i in sorted(range(len(tensors)), key=lambda i: -tensors[i].nbytes):
-        least = load.index(min(load))
-        load[least] += tensors[i].nbytes
-        if least == part:
-            mine.append(i)
-    return [tensors[i] for i in sorted(mine)]

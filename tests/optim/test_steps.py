@@ -689,10 +689,6 @@ def test_the_loss_scale_grows_after_finite_steps_halves_on_overflow_and_has_limi
     b.load_state_dict(a.state_dict())
     assert updated(a, False) == updated(b, False) == 8.0
     assert a.state_dict() == b.state_dict()
-    for value in (0.0, math.nan, 2.0**40):
-        words = r"expected a scale in \[1\.0, 16777216\.0\], got scale="
-        with pytest.raises(ValueError, match=words):
-            b.load_state_dict({"scale": value, "finite_steps": 0})
 
 
 def between_steps(optimizer, step):
