@@ -36,7 +36,7 @@ from fastpar.settings.fields import for_tyro, setting_name
 from fastpar.settings.files import WRONG_PATH, option, read_settings
 from fastpar.settings.mesh import ranks_of_batch, ranks_of_depth
 from fastpar.settings.options import USUAL, SampleSettings, TrainFlags
-from fastpar.settings.rules import rules_text
+from fastpar.settings.rules import check, rules_text
 from fastpar.train import launch
 
 _BROKEN_PIPE = 128 + 13  # the exit status of SIGPIPE
@@ -465,6 +465,7 @@ def _sample(arguments: list[str]) -> int:
             "fastpar sample: expected --num-samples >= 1, got num_samples="
             f"{command.sample.num_samples}; drop it for {SampleSettings().num_samples} texts"
         )
+    check("fastpar sample", vars(command.sample))
     if command.interactive and command.sample.prompt:
         raise ValueError(
             "fastpar sample: expected --interactive or --prompt, got both; drop one of them"

@@ -37,9 +37,8 @@ def generate(
 
     Args:
         idx: [B, T] int64, T >= 1. The model reads at most the last block_size tokens.
-        max_new_tokens: >= 0.
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: draw from the k most likely tokens only.
+        max_new_tokens, temperature, top_k: as the rules of SampleSettings allow; temperature
+            divides the logits, 0 takes the most likely token; top_k None: draw from all.
         generator: a CPU generator; None: torch's default. Tokens are drawn on the CPU for every
             device.
         vocab_size: draw from the first vocab_size tokens only, if the tokenizer has fewer than the
@@ -48,28 +47,9 @@ def generate(
         An iterator of max_new_tokens tensors [B] int64 on idx's device. Padding of the vocabulary
         is never drawn.
     Raises:
-        ValueError: an argument outside the above.
+        ValueError: a model of which this rank has a part.
     """
     check_whole("generate", model)
-    if idx.dim() != 2 or idx.shape[1] < 1:
-        raise ValueError(
-            f"generate: expected idx [B, T] with T >= 1, got idx.shape={list(idx.shape)}; "
-            "pass at least one token"
-        )
-    if max_new_tokens < 0:
-        raise ValueError(
-            f"generate: expected max_new_tokens >= 0, got max_new_tokens={max_new_tokens}; "
-            "set the number of tokens to generate"
-        )
-    if not 0.0 <= temperature < float("inf"):
-        raise ValueError(
-            f"generate: expected 0 <= temperature < inf, got temperature={temperature}; "
-            "0 is greedy, 1 the model's own distribution"
-        )
-    if top_k is not None and top_k < 1:
-        raise ValueError(
-            f"generate: expected top_k >= 1, got top_k={top_k}; drop it to draw from all"
-        )
     return _tokens(
         model, idx[:, -model.config.block_size :], max_new_tokens, vocab_size,
         partial(_draw, temperature=temperature, top_k=top_k, generator=generator),

@@ -128,6 +128,8 @@ MISTAKES = [
     ("sample", "fastpar sample: expected a run in runs/, got none; train one with `fastpar tra"),
     ("sample .", "fastpar sample: expected a run with checkpoints, a checkpoint or a transf"),
     ("sample none --num-samples 0", "fastpar sample: expected --num-samples >= 1, got num_sampl"),
+    ("sample . --temperature -1", "fastpar sample: expected temperature >= 0, got temperature=-1"),
+    ("sample . --top-k -1", "fastpar sample: expected top_k >= 0, got top_k=-1"),
     ("sample ckpt.pt", "fastpar sample: expected --tokenizer for the 40 tokens of ckpt.pt, whic"),
     ("sample ckpt.pt --tokenizer bytes", "fastpar sample: expected a tokenizer of at most the 4"),
     ("sample ckpt.pt --tokenizer chars", "fastpar sample: expected a saved tokenizer, got"),

@@ -143,22 +143,6 @@ def test_draws_follow_the_distribution(temperature, top_k):
     assert ((frequencies - probs).abs() <= 5 * (probs * (1 - probs) / n).sqrt()).all()
 
 
-@sweep(
-    ("changes", "message"),
-    [
-        ({"idx": torch.tensor([1, 2])}, r"expected idx \[B, T\] .* got idx.shape=\[2\]"),
-        ({"idx": torch.zeros(1, 0).long()}, r"expected idx \[B, T\] .* got idx.shape=\[1, 0\]"),
-        ({"max_new_tokens": -1}, "expected max_new_tokens >= 0, got max_new_tokens=-1"),
-        ({"temperature": -0.5}, "expected 0 <= temperature < inf, got temperature=-0.5"),
-        ({"temperature": float("nan")}, "expected 0 <= temperature < inf, got temperature=nan"),
-        ({"top_k": 0}, "expected top_k >= 1, got top_k=0"),
-    ],
-)
-def test_bad_arguments_are_refused_at_the_call(model, changes, message):
-    with pytest.raises(ValueError, match=f"generate: {message}"):
-        generate(model, **{"idx": torch.tensor([[1]]), "max_new_tokens": 1, **changes})
-
-
 def test_models_ids_and_prompts_that_are_refused(model, byte_model):
     def draw():
         generate(parallelize(GPT(TINY), Mesh(device="cpu", tp=2)), torch.tensor([[1]]), 1)
