@@ -118,17 +118,9 @@ class TensorFile:
 
         Args:
             see: called with each block of its bytes, in order.
-        Raises:
-            ValueError: the tensor is not in specs, differs from its spec, or was written before.
         """
-        spec, place = self._left.pop(name, (None, 0))
-        got = tensor.dtype, list(tensor.shape)
-        if spec is None or got != (spec.dtype, list(spec.shape)):
-            raise ValueError(
-                f"TensorFile.write: expected {spec or 'a tensor that is left'}, got '{name}' of "
-                f"dtype={tensor.dtype}, shape={list(tensor.shape)}; write each tensor once, as in "
-                "specs"
-            )
+        spec, place = self._left.pop(name)
+        assert (tensor.dtype, list(tensor.shape)) == (spec.dtype, list(spec.shape)), name
         at = len(self.head) + place
         for block in _blocks(tensor.detach()):
             if see is not None:
@@ -146,11 +138,7 @@ class TensorFile:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._file:
-            if kind is None and self._left:
-                raise ValueError(
-                    f"TensorFile: expected all of {len(self.order)} tensors, got none for "
-                    f"'{next(iter(self._left))}'; write each tensor once"
-                )
+            assert kind is not None or not self._left, f"not written: {[*self._left]}"
 
 
 def _blocks(tensor: Tensor) -> Iterator[memoryview]:
