@@ -87,10 +87,14 @@ OK = torch.zeros(2)
     ],
 )
 def test_each_tensor_once_and_as_announced(tmp_path, specs, written, error):
+    def write():
+        with TensorFile(tmp_path / "a", specs) as file:
+            for name, tensor in written:
+                file.write(name, tensor)
+
     words = "safetensors, got dtype=torch.complex128 for" if error is ValueError else None
-    with pytest.raises(error, match=words), TensorFile(tmp_path / "a", specs) as file:
-        for name, tensor in written:
-            file.write(name, tensor)
+    with pytest.raises(error, match=words):
+        write()
 
 
 def header(value):
