@@ -54,7 +54,7 @@ class Adafactor(EngineOptimizer):
             fp32, or 1e-30 with add_eps. The second is the smallest assumed rms of a parameter.
         d: updates are scaled down to this rms.
         weight_decay: decoupled, times lr.
-        foreach: True batches all parameters, False none. Default: see "Batches" above.
+        foreach: as in torch; it changes nothing here, see "Batches" above.
         maximize: ascend instead of descend.
         relative_step: limit the step size to 1 / sqrt(t); False: lr alone.
         scale_parameter: steps are relative to the rms of the parameter; False: absolute.
@@ -106,11 +106,6 @@ class Adafactor(EngineOptimizer):
 
     def _check_options(self, group: dict[str, Any], caller: str) -> None:
         eps = pair(caller, "eps", group["eps"])
-        if group["foreach"] not in (None, True, False):
-            raise ValueError(
-                f"{caller}: expected foreach to be None, True or False, got foreach="
-                f"{group['foreach']!r}; None chooses"
-            )
         ranges = {
             "lr": (group["lr"], 0.0, math.inf),
             "beta2_decay": (group["beta2_decay"], -math.inf, 0.0),
@@ -139,7 +134,7 @@ class Adafactor(EngineOptimizer):
             return
         for i, group in enumerate(self.param_groups):
             pairs = [(row.param, row.grad) for row in rows if row.group == i]
-            for batch in _batches(pairs, group["foreach"]):
+            for batch in _batches(pairs):
                 self._update_batch(group, batch, factor)
 
     def _update_batch(
@@ -210,9 +205,8 @@ def _moments(p: Tensor) -> tuple[str, ...]:
     return ("row_var", "col_var") if p.dim() > 1 else ("variance",)
 
 
-def _batches(pairs: list[_Pair], foreach: bool | None) -> list[list[_Pair]]:
+def _batches(pairs: list[_Pair]) -> list[list[_Pair]]:
     """Batches of pairs: of one device, all vectors or none, with a limited number of elements."""
-    limit = {None: BATCH, True: math.inf, False: 0}[foreach]
     batches: list[list[_Pair]] = []
     growing: dict[Any, tuple[list[_Pair], int]] = {}
     for p, grad in pairs:
@@ -220,7 +214,7 @@ def _batches(pairs: list[_Pair], foreach: bool | None) -> list[list[_Pair]]:
             continue
         key = (p.device, p.dim() > 1)
         batch, size = growing.get(key, ([], 0))
-        if not batch or size + p.numel() > limit:
+        if not batch or size + p.numel() > BATCH:
             batch, size = [], 0
             batches.append(batch)
         batch.append((p, grad))

@@ -447,7 +447,7 @@ class Muon(AdamW):
             # See "Single roundings" above.
             torch._foreach_mul_(buffers, beta)
             torch._foreach_add_(buffers, grads)
-            moved = buffers
+            moved: Any = buffers
             if group["nesterov"]:
                 moved = torch._foreach_mul(buffers, beta)
                 torch._foreach_add_(moved, grads)

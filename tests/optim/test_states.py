@@ -370,7 +370,6 @@ OPTIONS = {
         ({"eps": (None, "x")}, r"expected eps\[1\] to be a number"),
         ({"d": 0.9}, r"expected 1\.0 <= d < inf, got d=0\.9"),
         ({"weight_decay": -0.1}, r"got weight_decay=-0\.1"),
-        ({"foreach": "yes"}, "expected foreach to be None, True or False"),
     ],
     Muon: [
         ({"matrices": 4}, r"outputs of parameter 0 .*=\[6, 4\], got matrices=4"),
