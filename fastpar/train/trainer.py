@@ -92,8 +92,7 @@ from fastpar._version import __version__
 from fastpar.axes.pipeline import stage_layers
 from fastpar.axes.replicas import Outer, agree_on_requests
 from fastpar.axes.step import Setup
-from fastpar.checkpoint.manifest import STATE
-from fastpar.checkpoint.restore import load_checkpoint, naming_damaged_file, read_run_state
+from fastpar.checkpoint.restore import load_checkpoint, read_run_state
 from fastpar.checkpoint.saver import Result, Saver, try_folder
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.ranks import threads_per_rank
@@ -291,15 +290,14 @@ class Trainer:
         if state["dtype"] != self.setup.dtype:
             self.changed += f"\nchanged  format of weights {state['dtype']} -> {self.setup.dtype}"
         start.check_samples(state, checkpoint, self.config, self.data)
-        with naming_damaged_file(checkpoint / STATE):
-            self.step = state["step"]
-            self.next_sample, self.tokens = state["next_sample"], state["tokens"]
-            set_rng_state(state["rng"])
-            restore_scales(self.model, state)
-            if self.loss_scale is not None and state["loss_scale"] is not None:
-                self.loss_scale.load_state_dict(state["loss_scale"])
-            if "guards" in state:  # not in checkpoints of earlier versions
-                self.guards.skipped = int(state["guards"]["skipped"])
+        self.step = state["step"]
+        self.next_sample, self.tokens = state["next_sample"], state["tokens"]
+        set_rng_state(state["rng"])
+        restore_scales(self.model, state)
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+        if "guards" in state:  # not in checkpoints of earlier versions
+            self.guards.skipped = int(state["guards"]["skipped"])
 
     def run(self) -> int:
         """Train to the end or until something stops it; return the exit status. Closes the mesh."""

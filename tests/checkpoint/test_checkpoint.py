@@ -6,7 +6,6 @@ import re
 import shutil
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from fastpar.checkpoint.reader import newest_checkpoint, verify_checkpoint
 from fastpar.checkpoint.restore import (
     load_checkpoint,
     load_weights,
-    naming_damaged_file,
     read_run_state,
     read_state,
 )
@@ -396,21 +394,12 @@ def test_ranks_that_split_a_model_refuse_together(tmp_path):
     assert not list_checkpoints(tmp_path)
 
 
-@sweep(
-    ["content", "problem"],
-    [
-        (b"[1]", "not a JSON object but list"),
-        (b"{}", "step=None"),
-        (b'{"step": true}', "step=True"),
-        (b'{"step": 1, "model": 3}', "argument after .* must be a mapping"),
-        (b'{"step": 1, "model": {"rank": 3}}', "unexpected keyword argument 'rank'"),
-        (b'{"step": 1, "model": {"n_layer": "3"}}', "integer n_layer >= 1, got n_layer=3"),
-    ],
-)
-def test_a_state_that_makes_no_sense(content, problem, tmp_path):
-    (tmp_path / "trainer_state.json").write_bytes(content)
-    text = r"read_state: expected the state of a run, got .*trainer_state.json \(.*"
-    with pytest.raises(ValueError, match=text + problem):
+def test_a_state_that_is_none(tmp_path):
+    (tmp_path / "trainer_state.json").write_bytes(b"[1]")
+    words = (
+        r"the state of a run, got .*trainer_state.json \(not a JSON object but list\); the"
+    )
+    with pytest.raises(ValueError, match=words):
         read_state(tmp_path)
 
 
@@ -424,17 +413,11 @@ def test_a_state_of_another_program(tmp_path):
         text = rf"read_run_state: expected a checkpoint of fastpar train, got {name}=None in .*json"
         with pytest.raises(ValueError, match=text):
             read_run_state(tmp_path)
-    for error in (KeyError("rng"), TypeError("x"), RuntimeError("RNG state is wrong size")):
-        words = pytest.raises(ValueError, match=r"got file \(.*(rng|x|wrong size)")
-        with words, naming_damaged_file(Path("file")):  # fields that are used later
-            raise error
 
 
 @sweep(
     ["state", "problem"],
     [
-        ({"a": [{1: 2}]}, "expected names that are strings in a state, got 1; convert it"),
-        ({None: 2}, "expected names that are strings in a state, got None; convert it"),
         ({"step": 7}, "expected a state without key 'step', which save.. adds; rename"),
         ({"model": "x"}, "expected a state without key 'model'"),
         ({"x": "a" * (1 << 25)}, r"can be read back, got 33\d+ bytes; save large"),
