@@ -41,13 +41,9 @@ def open_plain(path: str | Path, *, links: bool = False) -> int:
             raise OSError(None, "a symbolic link", str(path))
         if not stat.S_ISREG(mode):  # opening a device can have effects
             raise OSError(None, "not a regular file", str(path))
-        descriptor = os.open(path, flags)
+        return os.open(path, flags)
     except ValueError as error:  # a name with NUL or without an encoding
         raise OSError(None, f"not a file name ({error})", str(path)) from error
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)  # it was replaced after os.stat
-    raise OSError(None, "not a regular file", str(path))
 
 
 def read_plain(path: str | Path, limit: int, *, links: bool = False) -> bytes:

@@ -396,9 +396,7 @@ def test_ranks_that_split_a_model_refuse_together(tmp_path):
 
 def test_a_state_that_is_none(tmp_path):
     (tmp_path / "trainer_state.json").write_bytes(b"[1]")
-    words = (
-        r"the state of a run, got .*trainer_state.json \(not a JSON object but list\); the"
-    )
+    words = r"the state of a run, got .*trainer_state.json \(not a JSON object but list\); the"
     with pytest.raises(ValueError, match=words):
         read_state(tmp_path)
 

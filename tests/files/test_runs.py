@@ -218,12 +218,6 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError) as error:
         plain_files.open_plain("none")
     assert plain_files.reason(error.value) == "no such file"
-    # Also one put in place of the one looked at.
-    looked_at = os.stat("file")
-    monkeypatch.setattr("fastpar.files.plain_files.os.stat", lambda *a, **k: looked_at)
-    for name, words in (("pipe", "not a regular file"), ("link", "symbolic links")):
-        with pytest.raises(OSError, match=words):
-            plain_files.open_plain(name)
 
 
 def test_what_is_not_an_object(tmp_path):
