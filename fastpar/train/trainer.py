@@ -136,8 +136,7 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
     Ranks: all, with the same settings; creates the process group from torchrun's environment.
     Raises:
         ValueError: settings do not fit each other, the text, the machine or the run on disk.
-        RuntimeError: the loss is not finite; the last checkpoint could not be written; cuBLAS was
-            used before a deterministic run.
+        RuntimeError: the loss is not finite; the last checkpoint could not be written.
     """
     if int(os.environ.get("RANK", "0")) == 0:
         check_out(config)
@@ -146,7 +145,7 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
     if system.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("train: expected a GPU for device=cuda, got none; use --device cpu")
     if config.parallel.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # see _check_cublas
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # oneDNN reads it at its first product. With AMX, 16-bit products depend on the threads.
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
     timeout_s = parse_seconds(config.faults.timeout)
@@ -166,20 +165,6 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
         release()
 
 
-def _check_cublas(device: torch.device) -> None:
-    """Refuse a process in which cuBLAS has run before its variable, read only once, was set."""
-    x = torch.ones(1, 1, device=device, dtype=torch.float32)
-    try:
-        torch.mm(x, x)
-    except RuntimeError as error:
-        if "CUBLAS_WORKSPACE_CONFIG" not in str(error):
-            raise
-        raise RuntimeError(
-            "train: cuBLAS was used before --deterministic could set it up; start the process with "
-            "CUBLAS_WORKSPACE_CONFIG=:4096:8"
-        ) from error
-
-
 def _train(config: TrainConfig, mesh: Mesh, run: Callable[[Trainer], int]) -> int:
     if mesh.device.type == "cpu":
         keep_freed_memory()
@@ -187,8 +172,6 @@ def _train(config: TrainConfig, mesh: Mesh, run: Callable[[Trainer], int]) -> in
         torch.use_deterministic_algorithms(config.parallel.deterministic)
         # Otherwise torch fills all new memory with NaN, which every op overwrites anyway.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        if config.parallel.deterministic:
-            _check_cublas(mesh.device)
     settings = {k: v for k, v in config.settings().items() if k not in ("nproc", "threads")}
     versions = [f"fastpar {__version__}", f"torch {torch.__version__}"]
     mesh.check_same("train", [*versions, *(f"{name}={value}" for name, value in settings.items())])

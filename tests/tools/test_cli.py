@@ -138,7 +138,6 @@ MISTAKES = [
         (f"{name} none", f"fastpar {name}: expected a run, a checkpoint or a transformers folder")
         for name in ("sample", "verify")
     ),
-    ("info now", "fastpar info: expected no options, got now; drop them"),
     (
         "sample --prompt \udcffab",
         "fastpar sample: expected arguments in UTF-8, got '\\udcffab'; use",
