@@ -527,11 +527,6 @@ class Saver:
         """Whether this rank's part of the last save failed; settle() reports it to all ranks."""
         return self._attempt is not None and self._attempt.error is not None
 
-    @property
-    def unsettled(self) -> bool:
-        """Whether settle() has to be called for the last save. The same on every rank."""
-        return self._attempt is not None
-
     def prepare(self) -> None:
         """Allocate the host copy in the background; best after the optimizer's first step."""
         if self._preparing is None:

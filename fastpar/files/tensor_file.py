@@ -81,8 +81,6 @@ class TensorFile:
         head: the bytes before the tensors' data.
         size: bytes of the file.
         order: names of the tensors in the order of the file; writing in this order is fastest.
-    Raises:
-        ValueError: a dtype that safetensors does not support.
     """
 
     def __init__(
@@ -91,12 +89,6 @@ class TensorFile:
         dtypes, end = list(DTYPE_NAMES), 0
         header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         self._left: dict[str, tuple[Spec, int]] = {}  # tensors not written yet, and their offsets
-        for name, spec in specs.items():
-            if spec.dtype not in DTYPE_NAMES:
-                raise ValueError(
-                    f"TensorFile: expected a dtype of safetensors, got dtype={spec.dtype} for "
-                    f"'{name}'; convert it"
-                )
         self.order = sorted(specs, key=lambda n: (dtypes.index(specs[n].dtype), n))
         for name in self.order:
             self._left[name] = spec, start = specs[name], end

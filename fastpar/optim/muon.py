@@ -85,8 +85,6 @@ class Owners:
     Args:
         params: the matrices, the same on every rank.
         costs: of computing each.
-    Attributes:
-        sent_bytes: of the last run, to other ranks.
     """
 
     def __init__(self, engine: Engine, params: Sequence[Tensor], costs: Sequence[float]) -> None:
@@ -111,7 +109,6 @@ class Owners:
             for bucket in shards.buckets
             if any(p in self.owner for p in bucket.params)
         ]
-        self.sent_bytes = 0
 
     def run(
         self, pieces: dict[Tensor, Tensor], compute: Compute
@@ -122,7 +119,7 @@ class Owners:
             pieces: this rank's piece of each matrix, of one dtype; removed one after another.
         Ranks: all of the engine's mesh, with the same parameters.
         """
-        self.sent_bytes, self._like = 0, next(iter(pieces.values())).new_empty(0)
+        self._like = next(iter(pieces.values())).new_empty(0)
         given = [[p for p in batch if p in pieces] for batch in self.batches]
         incoming = [self._gather(batch, pieces, i) for i, batch in enumerate(given)]
         outgoing = []
@@ -254,7 +251,6 @@ class Owners:
         if group is None:
             return _Message(x, None, x)
         counts = [sum(t.numel() for t in part) for part in parts]
-        self.sent_bytes += (sum(counts) - counts[group.rank]) * x.element_size()
         out = x.new_empty(sum(sizes))
         handle = group.all_to_all(out, x, sizes, counts, async_op=True, tag=tag)
         return _Message(out, started(handle), x)

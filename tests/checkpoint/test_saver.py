@@ -266,7 +266,7 @@ def test_training_goes_on_and_the_checkpoint_is_of_its_step(tmp_path, gate, rank
     def work():
         rank = Rank(tmp_path, CONFIG, tp, stage).step()
         assert rank.saver.save(1, {"a": [1]})
-        assert (rank.saver.busy, bool(rank.saver.unsettled)) == (True, True)
+        assert rank.saver.busy
         expected = {k: v.clone() for k, v in rank.model.state_dict().items()}
         for _ in range(3):
             rank.step()
