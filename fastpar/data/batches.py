@@ -393,7 +393,7 @@ def _load_tokens(
             train, val = train.part(0, cut), train.part(cut, n)
         else:
             train, val = train[:cut], train[cut:]
-    return TextData(source.name, train, val, chosen, chosen.vocab_size, notes=tuple(source.notes))
+    return TextData(source.name, train, val, chosen, chosen.vocab_size)
 
 
 def _max_id(source: TokenSource, cache: Path, progress: bool) -> tuple[int, str]:

@@ -23,7 +23,6 @@ from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import TrainFlags
 
 DEFAULTS: dict[str, Any] = TrainFlags().settings() | {"dp": 1}
-FACTS = {"dp": "data-parallel ranks"}
 COMMANDS = ("train", "plan", "profile", "compare")  # their errors name flags
 
 
@@ -68,8 +67,6 @@ class Term(NamedTuple):
     @property
     def text(self) -> str:
         """The setting in a message, see [Note: spelling]."""
-        if self.name in FACTS:
-            return FACTS[self.name]
         values = () if self.values == ("True",) else self.values
         above = f" above {self.above}" * (self.above is not None)
         return f"<{self.name}{'=' * bool(values)}{'|'.join(values)}>{above}"

@@ -348,9 +348,9 @@ def test_it_is_a_tokenizer(tmp_path):
     assert tokenizer_of_weights(tmp_path / "a" / "ckpt.pt", 65) == str(path)
 
 
-def test_nanogpts_data_is_characters(tmp_path):
+def test_nanogpts_data_is_characters(tmp_path, capsys):
     def load(source):
-        return load_data(str(source), cache_dir=tmp_path / "cache", progress=False)
+        return load_data(str(source), cache_dir=tmp_path / "cache", progress=True)
 
     folder = tmp_path / "char"
     write(folder, meta_of())
@@ -361,7 +361,8 @@ def test_nanogpts_data_is_characters(tmp_path):
         data = load(source)
         assert data.tokenizer.decode(data.train[:7]) == CHARS
         assert (data.tokenizer.name, data.vocab_size) == ("chars", len(CHARS))
-        assert data.notes == (f"char: {len(CHARS)} characters, from its meta.pkl",)
+        said = f"fastpar: char: {len(CHARS)} characters, from its meta.pkl\n"
+        assert said in capsys.readouterr().err
     write(folder, meta_of("abc"))
     with pytest.raises(ValueError, match=r"ids below 3, .* tokenizer chars, got id=6"):
         load(folder)
