@@ -107,7 +107,7 @@ def matrix() -> str:
 def reason(rule: rules.Rule) -> str:
     """Return a rule as a sentence with its flags in code."""
     text = rule.says if rule.way_out == "drop one of them" else f"{rule.says}; {rule.way_out}"
-    text = rules._spelled(text, "train", None)
+    text = rules._spelled(text, "train", {})
     return re.sub(r"(?<![\w`-])--[a-z][\w-]*", r"`\g<0>`", f"{text}.")
 
 
