@@ -9,11 +9,19 @@
 namespace fastpar {
 namespace {
 
-// Sums the lanes in a fixed order.
-FASTPAR_INLINE double fold(const float* lanes) {
-  double sum = 0.0;
-  for (int k = 0; k < kLanes; ++k) sum += lanes[k];
-  return sum;
+// Folds lanes in halves into the first one.
+template <class T, class Combine>
+FASTPAR_INLINE T fold(T* lanes, const Combine& combine) {
+  for (int half = kLanes / 2; half; half /= 2) {
+    for (int k = 0; k < half; ++k) lanes[k] = combine(lanes[k], lanes[k + half]);
+  }
+  return lanes[0];
+}
+
+FASTPAR_INLINE double sum_of(const float* lanes) {
+  double wide[kLanes];
+  for (int k = 0; k < kLanes; ++k) wide[k] = lanes[k];
+  return fold(wide, [](double a, double b) { return a + b; });
 }
 
 template <class T>
@@ -31,9 +39,7 @@ FASTPAR_INLINE float row_max(const T* row, int64_t v) {
     const float x = to_float(row[i + k]);
     lanes[k] = lanes[k] < x ? x : lanes[k];
   }
-  float max = lanes[0];
-  for (int k = 1; k < kLanes; ++k) max = max < lanes[k] ? lanes[k] : max;
-  return max;
+  return fold(lanes, [](float a, float b) { return a < b ? b : a; });
 }
 
 // Sum of exp(x - max), which `weights` keeps with kKeep; with kSmooth also the sum of x - max.
@@ -58,8 +64,8 @@ FASTPAR_INLINE double row_sum(const T* row, float* weights, int64_t v, float max
     lanes[k] += e;
     if (kSmooth) distances[k] += x;
   }
-  if (kSmooth) *below = fold(distances);
-  return fold(lanes);
+  if (kSmooth) *below = sum_of(distances);
+  return sum_of(lanes);
 }
 
 // One row: loss, and with kGrad its gradient in `grad`, which may be the row. `weights` holds

@@ -97,8 +97,7 @@ class Op:
             if self.mutates:
                 raise RuntimeError(
                     f"{self.name}: expected tensors outside of torch.func's transforms, got a call "
-                    "under grad or vmap; it writes in place: drop the argument that asks for it "
-                    "(inplace, wte_grad, weight_grad)"
+                    "under grad or vmap; it writes in place: drop inplace=True"
                 )
             return self._transformed.apply(*args)
         tensors = [a for a in args if isinstance(a, Tensor)]

@@ -2,11 +2,11 @@
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <cmath>
+#include <numeric>
 
 #include "product.h"
 
@@ -70,7 +70,8 @@ std::pair<float, float> gradient_scale(int64_t count, c10::string_view reduction
 }
 
 Tensor reduce(const Tensor& losses, int64_t count, c10::string_view reduction) {
-  double total = at::sum(losses, at::kDouble).item<double>();
+  const float* at = losses.const_data_ptr<float>();
+  double total = std::accumulate(at, at + losses.numel(), 0.0);
   if (reduction == "mean") total /= static_cast<double>(static_cast<float>(count));
   return number(static_cast<float>(total), losses);
 }

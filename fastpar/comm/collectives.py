@@ -15,6 +15,12 @@ Streams: on a GPU an asynchronous operation is enqueued after the present work o
 stream, runs concurrently with later work, and Handle.wait() makes the current stream wait for it; a
 synchronous one runs in the current stream. The host never waits. On a CPU the operation runs in
 another thread and wait() blocks.
+
+[Note: captured operations] While the current stream is captured in a CUDA graph, an operation over
+NCCL becomes a part of the graph: its stream forks from the current one and wait() joins it, both by
+events that are in the graph. It has no times, and no entry for a watchdog: the host can query
+neither. A watchdog sees a replay as one operation (optim/graphs.py). NCCL inside graphs never ran
+here: this is by CUDA's and NCCL's documents.
 """
 
 from __future__ import annotations
@@ -184,6 +190,11 @@ class Begun:
         return over_at
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device is being captured in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class StreamHandle(Handle):
     """Work on its own stream, after the present work of the current stream."""
 
@@ -191,14 +202,19 @@ class StreamHandle(Handle):
         self, stream: torch.cuda.Stream, call: Callable[[], None], of: tuple, op: str = "delay"
     ) -> None:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
-        self._device = stream.device
+        self._device, self._start = stream.device, None
+        self._tensors = of  # their memory belongs to the current stream: no reuse before wait()
+        if torch.cuda.is_current_stream_capturing():
+            with torch.cuda.stream(stream):
+                call()
+            self._end = stream.record_event()
+            return
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(stream):
             self._start.record(stream)
             call()
             self._end.record(stream)
         on_stream(stream, op, self._start, self._end)
-        self._tensors = of  # their memory belongs to the current stream: no reuse before wait()
 
     def wait(self, timeout_s: float | None = None) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._end)
@@ -209,7 +225,9 @@ class StreamHandle(Handle):
 
     @property
     def ms(self) -> float | None:
-        return self._start.elapsed_time(self._end) if self._end.query() else None
+        if self._start is None or not self._end.query():
+            return None
+        return self._start.elapsed_time(self._end)
 
 
 class _Done(Handle):
@@ -233,7 +251,7 @@ def started(handle: Handle | None) -> Handle:
 
 def enqueue(device: torch.device, op: str, call: Callable[[], None]) -> None:
     """Run a call that enqueues an operation in the current stream, visibly for a watchdog."""
-    if not watched():
+    if not watched() or torch.cuda.is_current_stream_capturing():
         call()
         return
     stream = torch.cuda.current_stream(device)
@@ -265,6 +283,7 @@ class Collectives(ABC):
         device: of the tensors.
         transport: "shm" | "gloo" | "nccl" ...; why: the reason for it, as text.
         in_caller: operations run in the calling thread, before the call returns.
+        captures: operations can be parts of a CUDA graph: [Note: captured operations].
         observers: each begins the operations instead of the transport, and may wrap their handles.
         calls: number of earlier operations; see wires.py.
         rounds: all_gather gives rounded values, the same on all ranks; see wires.py.
@@ -276,6 +295,7 @@ class Collectives(ABC):
     transport: str
     why: str
     in_caller: bool = False
+    captures: bool = False
     rounds: bool = False
     calls: int = 0
     observers: tuple[Observer, ...] = ()
@@ -488,7 +508,7 @@ class OneRank(Collectives):
     For an engine without other ranks: see fastpar/axes/offload.py.
     """
 
-    rank, world_size, in_caller = 0, 1, True
+    rank, world_size, in_caller, captures = 0, 1, True, True
     transport, why = "none", "one rank"
 
     def __init__(self, device: torch.device) -> None:

@@ -263,7 +263,8 @@ class StepReport:
     Attributes:
         step_ms: from the step's first forward or backward to the end of optimizer.step().
         compute_ms: step_ms - exposed_ms - offload_ms.
-        comm_ms: sum of the durations of all collectives, waiting for peers included.
+        comm_ms: sum of the durations of all collectives, waiting for peers included; None where
+            they are parts of a CUDA graph, as exposed_ms and compute_ms are then.
         exposed_ms: time in which this rank (on a GPU its compute stream) only waited for them.
         wire_bytes: sent by this rank.
         offload_ms: time in which it waited for the host's optimizer step and its copies.
@@ -307,6 +308,7 @@ class _Step:
     offloads: list = field(default_factory=list)
     handles: list[Handle] = field(default_factory=list)
     wire_bytes: int = 0
+    in_graph: bool = False  # its collectives have no times
 
     def is_over(self) -> bool:
         """Whether all its events were reached; does not wait."""
@@ -315,6 +317,8 @@ class _Step:
 
     def report(self) -> StepReport:
         step_ms = self.start.elapsed_time(self.end)  # type: ignore[arg-type]
+        if self.in_graph:
+            return StepReport(step_ms, None, None, None, self.wire_bytes)
         exposed_ms = sum(start.elapsed_time(end) for start, end in self.waits)
         offload_ms = sum(start.elapsed_time(end) for start, end in self.offloads)
         comm_ms = sum(ms for handle in self.handles if (ms := handle.ms) is not None)
@@ -326,7 +330,14 @@ class StepTimer:
     """Collects a step's times: on a CPU by the clock, on a GPU by events in the current stream.
 
     The host never waits: on a GPU a report is that of the newest step whose events were reached.
+
+    Attributes:
+        off: a step is captured in a CUDA graph: only the bytes of its collectives are added.
+        graph_bytes: those of the last such step.
     """
+
+    off = False
+    graph_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
         self._mark: Callable[[], _Clock | torch.cuda.Event]
@@ -339,13 +350,16 @@ class StepTimer:
 
     def begin(self) -> None:
         """Begin a step, if none has begun."""
-        if self._step is None:
+        if self._step is None and not self.off:
             self._step = _Step(self._mark(), handles=self._early, wire_bytes=self._early_bytes)
             self._early, self._early_bytes = [], 0
 
     @contextlib.contextmanager
     def waiting(self, *, offload: bool = False) -> Iterator[None]:
         """Around a wait for communication, or offload; between two steps it counts for neither."""
+        if self.off:
+            yield
+            return
         start = self._mark()
         try:
             yield
@@ -356,18 +370,25 @@ class StepTimer:
 
     def add(self, handle: Handle, wire_bytes: int) -> None:
         """Add a collective of this step, or between two steps of the next one."""
-        if self._step is None:
+        if self.off:
+            self.graph_bytes += wire_bytes
+        elif self._step is None:
             self._early.append(handle)
             self._early_bytes += wire_bytes
         else:
             self._step.handles.append(handle)
             self._step.wire_bytes += wire_bytes
 
-    def end_step(self) -> StepReport:
-        """End the step. Operations that still run count for the next one."""
+    def end_step(self, *, in_graph: bool = False) -> StepReport:
+        """End the step. Operations that still run count for the next one.
+
+        in_graph: its collectives are those of the last captured step.
+        """
         step, self._step = self._step, None
         assert step is not None
         step.end = self._mark()
+        if in_graph:
+            step.in_graph, step.wire_bytes = True, self.graph_bytes
         if isinstance(step.end, _Clock):
             self._early = [h for h in step.handles if not h.is_completed()]
             step.handles = [h for h in step.handles if h.is_completed()]

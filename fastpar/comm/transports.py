@@ -108,7 +108,7 @@ class TorchCollectives(Collectives):
         self.in_rank_order = in_rank_order
         self.why = why
         backends = dist.get_backend_config(self.group) if self._on_gpu else "gloo"
-        self._averages = "nccl" in backends  # else a sum, and a division
+        self._averages = self.captures = "nccl" in backends  # else a sum, and a division
         self._failed: BaseException | None = None
         self._closed = False
         self._synchronous = False  # a synchronous operation is being enqueued

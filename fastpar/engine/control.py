@@ -21,7 +21,7 @@ import functools
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,11 @@ class Control:
         contributed: fp64 [k], the sums over the ranks of values contributed to the last step.
         token_scale: fp32 [], divisor of the gradients, None if tokens are not counted.
         tally: numbers that the model adds, None without.
+        captured: a step is captured in a CUDA graph: the host compares nothing.
+        sent: int64, what this rank said last, without values.
     """
+
+    captured = False
 
     def __init__(
         self,
@@ -93,6 +97,8 @@ class Control:
         self._doubt = ""  # why the count of tokens may be wrong, for the error
         self._rows: Tensor | None = None
         self._late: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._words: list[int] = []  # those of sent
+        self.sent: Any = None
         self.contributed: Tensor | None = None
         self.token_scale: Tensor | None = None
         self.tally: Tally | None = None
@@ -120,7 +126,7 @@ class Control:
     def forget(self, *, early: bool) -> None:
         """Drop tokens and values, as gradients were zeroed; early: before a backward."""
         lost = early and self._tokens is not None
-        self._values, self._tokens = [], None
+        self._values, self._tokens, self._rows = [], None, None
         if self.tally is not None:
             self.tally.forget()
         self._doubt = "zero_grad() dropped the count" if lost else ""
@@ -171,23 +177,28 @@ class Control:
             sum([1 << bit for bit, u in enumerate(used[i : i + _BITS]) if u])
             for i in range(0, self._n_params, _BITS)
         ]
-        host = torch.tensor([*words, *flags], dtype=torch.int64, device="cpu")
-        if self._device.type == "cuda":
-            host = host.pin_memory().to(self._device, non_blocking=True)
-        parts = [host[:_HEAD]]
+        words += flags
+        if words != self._words:  # else a graph finds them at their address
+            host = torch.tensor(words, dtype=torch.int64, device="cpu")
+            if self._device.type == "cuda":
+                host = host.pin_memory().to(self._device, non_blocking=True)
+            self._words, self.sent = words, host
+        sent = self.sent
+        parts = [sent[:_HEAD]]
         if isinstance(tokens, Tensor):
-            parts = [host[: _HEAD - 1], tokens.reshape(1).to(self._device, torch.int64)]
+            parts = [sent[: _HEAD - 1], tokens.reshape(1).to(self._device, torch.int64)]
         if tally is not None:
             tallied = tally.take(self._device)
             values.append(tallied)
-        zero = bins if bins is not None else host.new_zeros(NORM_WORDS)
-        summed = torch.cat(values) if values else host.new_zeros(0).double()
-        mine = torch.cat([*parts, zero, host[_HEAD:], summed.view(torch.int64)])
+        zero = bins if bins is not None else sent.new_zeros(NORM_WORDS)
+        summed = torch.cat(values) if values else sent.new_zeros(0).double()
+        mine = torch.cat([*parts, zero, sent[_HEAD:], summed.view(torch.int64)])
         if self.group is None:
             rows = mine.view(1, -1)
         else:
             rows = self.group.gathered(mine)
-            self._check(self._of_peers(rows)[:, :_HEAD])
+            if not self.captured:
+                self._check(self._of_peers(rows)[:, :_HEAD])
         self._rows = rows
         start = count_words(self._n_params)
         if not second:
@@ -232,6 +243,7 @@ class Control:
         group = self.group
         if (
             group is None
+            or self.captured
             or self._stages > 1
             or group.transport not in ("shm", "gloo")
             or group.device.type != "cpu"

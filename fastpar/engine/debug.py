@@ -29,9 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from fastpar.comm.collectives import (
-    Collectives,
-)
+from fastpar.comm.collectives import Collectives, capturing
 from fastpar.comm.mesh import first_difference
 from fastpar.engine.absent import Hook
 from fastpar.engine.shards import Shards
@@ -103,7 +101,7 @@ class InputCheck:
 
     def look(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """compare(), until enough forwards were compared."""
-        if self._left > 0 and not _capturing(self.group.device):
+        if self._left > 0 and not capturing(self.group.device):
             self._left -= 1
             self.compare(model, args, kwargs)
         if self._left <= 0 and self._handle is not None:
@@ -161,10 +159,6 @@ class InputCheck:
     def _numbers(self, *mine: int) -> list[list[int]]:
         """Those of each rank."""
         return self._gather(torch.tensor(mine, dtype=torch.int64, device="cpu")).tolist()
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _named_tensors(

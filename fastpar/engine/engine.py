@@ -240,7 +240,7 @@ class Engine:
         for bucket in self._active:
             bucket.mark(hidden=self.stage.shards)
         self._active = self.buckets
-        self.log.n_reductions += 1
+        self.log.n_reductions += not self.log.timer.off
         self._enter(StepPhase.REDUCED)
 
     def _resume_if_stopped(self) -> None:
@@ -359,21 +359,40 @@ class Engine:
         self._enter(StepPhase.STEPPED)
         for bucket in self.buckets:
             bucket.node_is_due = False
+        self.make_stale()
+        if self.gathers is not None and self.shards.is_gathered:
+            self.shards.gather_again()
+        self.micro_batches.end_step()
+        self._cleared.clear()
+        if before is not StepPhase.STEPPED and not self.log.timer.off:
+            self.end_step()
+
+    def make_stale(self) -> None:
+        """Forget the passes since the last step; parameters that are gathered are out of date."""
+        self.log.hashes = [0, 0]
         if self.gathers is not None:
             for bucket in self.buckets:
                 bucket.finish_gather()
                 bucket.make_stale()
             self.gathers.after_step()
-            if self.shards.is_gathered:
-                self.shards.gather_again()
-        self.micro_batches.end_step()
-        self.log.hashes = [0, 0]
-        self._cleared.clear()
-        if before is not StepPhase.STEPPED:
-            self.log.n_steps += 1
-            self.report = self.log.timer.end_step()
-            if self.debug.check_replicas:
-                self.check_replicas()
+
+    def end_step(self, *, in_graph: bool = False) -> None:
+        """Count and report a step; in_graph: that a graph has made."""
+        self.log.n_steps += 1
+        self.report = self.log.timer.end_step(in_graph=in_graph)
+        if self.debug.check_replicas:
+            self.check_replicas()
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[None]:
+        """Inside, the work of a step becomes a CUDA graph: the host measures, reads and compares
+        nothing. Before and after, there is no gradient, and parameters are stale."""
+        self.log.timer.graph_bytes = 0
+        self.log.timer.off = self.control.captured = True
+        try:
+            yield
+        finally:
+            self.log.timer.off = self.control.captured = False
 
     # Zeroed and cleared gradients
 

@@ -73,7 +73,7 @@ class Gathers:
         engine: is called when a pass begins, which may raise; its `lends` says what forwards get.
     """
 
-    paused = False  # its hooks do nothing; see optim/graphs.py
+    early = True  # zero_grad() launches gathers; False: the next forward does
     part: object = 0  # the chunk of the model that runs: each has its own order of gathers
 
     def __init__(self, units: list[list[nn.Module]], shards: Shards, engine: Any) -> None:
@@ -124,7 +124,7 @@ class Gathers:
 
     def launch_early(self) -> None:
         """Between a step and a forward: launch the gathers that need not wait."""
-        if not self._shards.storage.steps_later:  # a launch would wait for the step
+        if self.early and not self._shards.storage.steps_later:  # a launch would wait for the step
             self.launch_stale()
 
     def launch_stale(self, stop: int | None = None) -> None:

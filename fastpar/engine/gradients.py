@@ -35,6 +35,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,14 @@ def too_many_in_flight(n_bytes: Iterable[int], bucket_mb: float) -> bool:
     """Whether to wait for the oldest bucket in flight; two are always allowed."""
     sizes = list(n_bytes)
     return len(sizes) > 2 and sum(sizes) > IN_FLIGHT * bucket_mb * 2**20
+
+
+def refuse_missing(name: str) -> NoReturn:
+    """Raise: a graph of a step would have to know who has gradients of a parameter."""
+    raise RuntimeError(
+        f"StepGraph: expected a gradient of every parameter, got none of '{name}'; use all "
+        "parameters in every forward, or train without CUDA graphs"
+    )
 
 
 class StepPhase(enum.Enum):
@@ -199,6 +208,8 @@ class Reducer:
         assert group is not None
         scatters = self._settings.stage.shards
         missing = bucket.fill_missing(flags=not scatters)
+        if missing and self._log.timer.off:
+            refuse_missing(bucket.name(missing[0]))
         self._unused.extend((bucket, position) for position in missing)
         bucket.add_local()
         target, grad = bucket.target(), bucket.grad

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastpar.comm.collectives import capturing
 from fastpar.engine.engine import engine_of_parameter
 from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_, step_counted
 from fastpar.optim.base import (
@@ -228,9 +229,9 @@ class AdamW(EngineOptimizer):
                 "outside of the capture"
             )
         for engine in self.engines():
-            if engine.shares:
+            if engine.control_group is not None and not engine.control.captured:
                 raise RuntimeError(
-                    "AdamW.step: capturing a CUDA graph needs zero_stage=0 and tp=1, got "
+                    "AdamW.step: capturing a CUDA graph needs one rank or fastpar.graphed, got "
                     f"{engine.sharing}, where the ranks' hosts agree on each step; step outside of "
                     "the capture"
                 )
@@ -494,8 +495,3 @@ def _count(counters: list[Tensor], by: Tensor | float = _ONE) -> None:
         torch._foreach_add_(counters, by)
     else:  # a tensor and alpha: torch would make a tensor of a number for each counter
         torch._foreach_add_(counters, by, alpha=1.0)
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured there."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

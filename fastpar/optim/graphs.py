@@ -18,9 +18,19 @@ ones add to them. The graph keeps the memory of activations between steps. After
 only records that a step took time: a step begins and ends without gradients, so its phases and
 buckets are the same before and after.
 
-[Note: one rank] A graph holds only the work of one rank. With several ranks the host starts
-collectives, times them by events and may wait for them. Also, a deterministic engine sums
-micro-batches in a tree on the host, and Muon and Adafactor read numbers on the host.
+[Note: several ranks] With data-parallel ranks a graph holds the engine's whole step, at every ZeRO
+stage: gathers of parameters, forward and backward with the reductions beside it, the control
+exchange with norm and loss, the update. Parameters are out of date before and after; what a rank
+sends about itself is the same in each step. Memory that a step allocates and frees, such as whole
+gradients and the units of stage 3, comes from the graph's own pool, at the same addresses in each
+replay; all other memory stays where it is, which the capture check verifies. Every rank makes its
+graph in the same step and replays it equally often. The host still does what needs it: requests to
+stop are inputs and outputs, and a watchdog sees each replay as one operation. Single collectives
+have no times. NCCL inside graphs never ran here: the tests have CPU ranks and a stand-in for NCCL,
+so several ranks have graphs only where they are asked for. At stages 1 to 3 a graph has two groups
+of NCCL, whose documents tell of CUDA hanging when graphs of several are launched by one thread.
+What has no graph: a deterministic engine sums micro-batches in a tree on the host, Muon and
+Adafactor read numbers on the host, and gloo and shared memory work on the host.
 
 [Note: first steps] Steps 1 and 2 run as usual, in the memory of the graph: they create the
 optimizer's state, compile and prove kernels. Step 3 runs under the capture check. Before step 4
@@ -51,9 +61,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter
 
+from fastpar.comm.collectives import enqueue
+from fastpar.comm.watchdog import count_call
 from fastpar.engine.absent import Hook
-from fastpar.engine.bucket import BucketState
+from fastpar.engine.bucket import ON_DEVICE, BucketState
 from fastpar.engine.engine import Engine, engine_of
+from fastpar.engine.gradients import refuse_missing
 from fastpar.kernels import op
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.base import EngineOptimizer, Row
@@ -141,43 +154,56 @@ def recording(engine: Engine, *, adds: bool | None) -> Iterator[list[nn.Paramete
             (torch._foreach_add_ if adds else torch._foreach_copy_)(views, [*grads.values()])
             grads.clear()
 
-    owners = [owner for owner in (engine, engine.gathers) if owner is not None]
     grads = [(p, p.grad) for p in shards.params]
     handles = [p.register_post_accumulate_grad_hook(store) for p in shards.params]
     try:
-        for owner in owners:
-            owner.paused = True
+        engine.paused = True
         for p, _ in grads:
             p.grad = None
         yield fired
     finally:
-        for owner in owners:
-            owner.paused = False
+        engine.paused = False
         for handle in handles:
             handle.remove()
         for p, grad in grads:
             p.grad = grad
 
 
-def why_none(model: nn.Module, engine: Engine, optimizer: Any) -> str:
-    """Why no graph can hold a step; "" if one can. See [Note: one rank]."""
+def why_none(model: nn.Module, engine: Engine, optimizer: Any, asked: bool | None = None) -> str:
+    """Why no graph can hold a step; "" if one can. See [Note: several ranks].
+
+    asked: whether graphs were asked for, which several ranks need.
+    """
     if not has_graphs(engine.mesh.device):
         return f"{engine.mesh.device} has no CUDA graphs"
     if getattr(model, "experts", None) is not None:
         return "the counts of experts are exchanged in each step"
-    if engine.mesh.world_size > 1:
-        return "the host starts collectives"
+    if engine.mesh.dp_size < engine.mesh.world_size:
+        return "ranks split the model or its sequences: graphs hold collectives of dp alone"
+    groups = [engine.control_group, *(g for b in engine.buckets for g in vars(b.groups).values())]
+    if other := next((g for g in groups if g is not None and not g.captures), None):
+        return f"collectives are not NCCL's own: {other.transport} ({other.why})"
+    if engine.buckets[0].groups.node is not None:
+        return "secondary shards were not tested with graphs"
     if engine.settings.deterministic:
         return "the host sums micro-batches in a tree"
-    if engine.gathers is not None:
+    if engine.shards.storage is not ON_DEVICE:
         return "forward waits for the host's step"
     if type(optimizer) is not AdamW:
         return f"{type(optimizer).__name__} reads its numbers on the host"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "a replay calls no hooks of the optimizer"
+    if engine.mesh.world_size > 1 and not asked:
+        return "several ranks need cuda_graphs=True: NCCL inside graphs never ran here"
     return ""
 
 
 def graphed(
-    loss_of: Callable[..., Tensor], model: nn.Module, optimizer: EngineOptimizer
+    loss_of: Callable[..., Tensor],
+    model: nn.Module,
+    optimizer: EngineOptimizer,
+    *,
+    cuda_graphs: bool | None = None,
 ) -> GraphedStep:
     """A function that runs whole training steps, as one CUDA graph where that is possible.
 
@@ -190,26 +216,35 @@ def graphed(
             from step to step is one of them, a dropout key too.
         model: as fastpar.parallelize returned it.
         optimizer: of its parameters. Only fastpar.AdamW's steps are captured.
+        cuda_graphs: True: on several data-parallel ranks, too, at every zero_stage; their GPUs
+            exchange by NCCL, which never ran inside graphs here. False: without graphs.
     Returns:
         step(x, y, ...), or step((x, y, ...), (x, y, ...)) for several micro-batches: forward,
         backward, update and zero_grad. It returns the mean loss, fp64 [], valid until the next
         step. `step.why` says why steps run without a graph; "" if they are replayed from the fourth
         one on. A graph reads learning rates in fp32: where that is not exact its weights differ
         from those of plain steps by roundings.
-    Ranks: each for its model; with several ranks there is no graph.
+    Ranks: all, with the same settings, shapes and number of steps. The loss is that of the rank.
+        Delete step before the process group is destroyed: NCCL waits for the graph's end.
     """
-    return GraphedStep(loss_of, model, optimizer)
+    return GraphedStep(loss_of, model, optimizer, cuda_graphs)
 
 
 class GraphedStep:
     """See graphed()."""
 
     def __init__(
-        self, loss_of: Callable[..., Tensor], model: nn.Module, optimizer: EngineOptimizer
+        self,
+        loss_of: Callable[..., Tensor],
+        model: nn.Module,
+        optimizer: EngineOptimizer,
+        asked: bool | None,
     ) -> None:
         engine = engine_of(model)
         self._loss_of, self._optimizer, self._parts = loss_of, optimizer, 1
-        self.why = why_none(model, engine, optimizer)
+        self.why = why_none(model, engine, optimizer, asked)
+        if asked is False:
+            self.why = "cuda_graphs=False"
         self._graph = None if self.why else StepGraph(self._compute, model, engine, optimizer)
 
     def __call__(self, *inputs: Any) -> Tensor:
@@ -217,11 +252,14 @@ class GraphedStep:
         batches = [inputs] if isinstance(inputs[0], Tensor) else list(inputs)
         self._parts = len(batches)
         if self._graph is not None:
-            self.why = self._graph.why_not(batches, None)
+            if self._graph.several:  # a rank that left its graph would leave the others
+                self._graph.fill(batches, None)
+            else:
+                self.why = self._graph.why_not(batches, None)
             if not self.why:
-                loss = self._graph.run()
+                self._graph.run()
                 self._optimizer.zero_grad()
-                return loss
+                return self._graph.loss
             self._graph = None
             warnings.warn(
                 f"graphed: steps run without a CUDA graph from now on: {self.why}", stacklevel=2
@@ -248,12 +286,14 @@ class StepGraph:
             forward and backward of model, and returns the loss.
         engine: the model's engine; why_none() has to be "".
     Attributes:
-        loss: fp64 [], sum over the micro-batches of the last step.
+        loss: fp64 [], sum over this rank's micro-batches of the last step.
         norm: fp32 [], norm of its gradients, if the optimizer measures it.
+        several: whether there are several ranks.
     Raises:
         ValueError: micro-batches of other shapes than in the first step; hooks that are not the
             engine's.
         RuntimeError: a parameter without a gradient; a finding of the capture check.
+    Ranks: all, the same steps.
     """
 
     def __init__(
@@ -273,6 +313,10 @@ class StepGraph:
         self._lrs = torch.zeros(len(optimizer.param_groups), device=device, dtype=torch.float32)
         self._batches: list[list[Tensor]] = []
         self._scaled = False  # whether there is a loss scale
+        self._values = self._sums = torch.zeros(0, dtype=torch.float64, device=device)
+        self.several = engine.mesh.world_size > 1
+        if self.several and engine.gathers is not None:
+            engine.gathers.early = False  # forward gathers, in the graph
         self._steps = 0
         self._replay: Callable[[], None] | None = None
 
@@ -290,15 +334,38 @@ class StepGraph:
     def __call__(self, batches: Sequence[tuple[Tensor, ...]], scale: float | None) -> Tensor:
         """Run a step; the loss (and the optimizer's grad_norm) are valid until the next call."""
         self.fill(batches, scale)
-        return self.run()
+        self.run()
+        return self.loss
 
-    def run(self) -> Tensor:
-        """Run a step with the inputs of fill()."""
+    def run(self, values: Tensor | None = None) -> Tensor:
+        """Run a step with the inputs of fill().
+
+        Args:
+            values: fp64 [k], equally many in each step on every rank.
+        Returns:
+            fp64 [1 + k]: the mean of the loss over the ranks, and the sums of values.
+        """
+        engine, log = self._engine, self._engine.log
+        if values is not None:
+            if not self._steps:
+                self._values = torch.empty_like(values)
+            self._values.copy_(values)
+        if not self._steps:
+            self._sums = self._values.new_empty(1 + len(self._values))
         if self._scaled:
             self._optimizer.grad_scale = self._scale
-        log = self._engine.log
-        log.timer.begin()
+        if self.several and engine.shards.is_gathered:
+            raise RuntimeError(
+                "StepGraph: expected a step outside of gathered(), which keeps parameters whole; "
+                "leave it before"
+            )
         self._steps += 1
+        if self.several:
+            engine.make_stale()
+            if self._steps < _CHECKED:
+                self._work_of_ranks()
+                return self._sums
+        log.timer.begin()
         if self._steps < _CHECKED:
             self._region()
         elif self._steps == _CHECKED:
@@ -307,10 +374,15 @@ class StepGraph:
         else:
             if self._replay is None:
                 self._replay = capture(self._region, self._forwards).replay
-            self._replay()
+            count_call()
+            enqueue(self._device, "replay of a step's graph", self._replay)
         log.n_reductions += 1
-        self._engine.report = log.timer.end_step()
-        return self.loss
+        if self.several:
+            engine.end_step(in_graph=True)
+            return self._sums
+        engine.report = log.timer.end_step()
+        loss = self.loss.reshape(1)
+        return torch.cat((loss, self._values)) if len(self._values) else loss
 
     def fill(self, batches: Sequence[tuple[Tensor, ...]], scale: float | None) -> None:
         """Copy the inputs of a step; raise ValueError if they do not fit the graph."""
@@ -338,6 +410,9 @@ class StepGraph:
 
     def _region(self) -> None:
         """The work of a step that the graph holds."""
+        if self.several:
+            with self._engine.captured():
+                return self._work_of_ranks()
         self.loss.zero_()
         for j in range(len(self._batches)):
             with recording(self._engine, adds=j > 0) as fired:
@@ -345,15 +420,29 @@ class StepGraph:
             missing = set(self._engine.shards.params).difference(fired)
             if missing:
                 bucket, position = self._engine.shards.places[missing.pop()]
-                raise RuntimeError(
-                    "StepGraph: expected a gradient of every parameter, got none of "
-                    f"'{bucket.name(position)}'; use all parameters in every forward, or train "
-                    "without CUDA graphs"
-                )
-        optimizer = self._optimizer
+                refuse_missing(bucket.name(position))
         with self._on_device():
-            optimizer.step_rows(self._rows())
-        # Copy results out: tensors made here are overwritten by the next replay.
+            self._optimizer.step_rows(self._rows())
+        self._copy_out()
+
+    def _work_of_ranks(self) -> None:
+        """_region() of several ranks, and their first steps; see [Note: several ranks]."""
+        control, optimizer = self._engine.control, self._optimizer
+        self.loss.zero_()
+        for j in range(len(self._batches)):
+            self.loss.add_(self._backward(j))
+        share = self.loss.reshape(1) / self._engine.mesh.world_size
+        self._engine.contribute(torch.cat((share, self._values)))
+        with self._on_device():
+            optimizer.step()
+        assert control.contributed is not None
+        control.contributed = self._sums.copy_(control.contributed)
+        self._copy_out()
+        optimizer.zero_grad()
+
+    def _copy_out(self) -> None:
+        """Copy results out: tensors made here are overwritten by the next replay."""
+        optimizer = self._optimizer
         if optimizer.grad_norm is not None:
             optimizer.grad_norm = self.norm.copy_(optimizer.grad_norm)
         if optimizer._found is not None:
@@ -361,6 +450,12 @@ class StepGraph:
 
     def _forwards(self) -> None:
         """Forward and backward before a capture, which change nothing."""
+        if self.several:
+            with self._engine.captured():
+                self._backward(0)
+            self._optimizer.zero_grad()
+            self._engine.make_stale()
+            return
         with recording(self._engine, adds=None):
             self._backward(0)
 
@@ -392,10 +487,12 @@ class StepGraph:
     def _static(self) -> list[Tensor]:
         state = [x for s in self._optimizer.state.values() for x in s.values()]
         mine = [self.loss, self.norm, self._found, self._scale, self._lrs]
-        grads = [bucket.grad for bucket in self._engine.buckets]
+        mine += [self._values, self._sums]
         inputs = [x for batch in self._batches for x in batch]
-        known = [*self._model.parameters(), *self._model.buffers(), *mine, *inputs]
-        return [*known, *(x for x in (*state, *grads) if isinstance(x, Tensor))]
+        known = [*self._engine.shards.frozen, *self._model.buffers(), *mine, *inputs]
+        flat = [x for b in self._engine.buckets for x in (b.grad, b.flat, b.shard, b.grad_shard)]
+        sent = self._engine.control.sent
+        return [*known, *(x for x in (*state, *flat, sent) if isinstance(x, Tensor))]
 
 
 _WAITS = "the host waits for the device"
@@ -438,7 +535,9 @@ class CaptureCheck(TorchDispatchMode):
         super().__init__()
         tensors = list(static)
         self._device = _device(tensors[0])
-        self._static = {x.untyped_storage()._cdata for x in tensors}
+        self._storages = [x.untyped_storage() for x in tensors]
+        # Address of each storage; 0: it gets memory in the region alone, which is the graph's.
+        self._static = {s._cdata: s.data_ptr() for s in self._storages}
         self._made: dict[int, tuple[StorageWeakRef, str]] = {}
         self._patches = contextlib.ExitStack()
 
@@ -450,6 +549,17 @@ class CaptureCheck(TorchDispatchMode):
             for name in names:
                 refuse = _refusal(f"{owner.__name__}.{name}", why, getattr(owner, name))
                 self._patches.enter_context(mock.patch.object(owner, name, refuse))
+        storage, resize = torch.UntypedStorage, torch.UntypedStorage.resize_
+
+        def resize_empty(x: torch.UntypedStorage, size: int) -> Any:
+            if self._static.get(x._cdata):
+                raise _error(f"static memory is freed: resize_ at {_line()}")
+            return resize(x, size)
+
+        self._patches.enter_context(mock.patch.object(storage, "resize_", resize_empty))
+        # Operations of streams run as they do in a capture.
+        now = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
+        self._patches.enter_context(now)
         super().__enter__()
         return self
 
@@ -461,6 +571,8 @@ class CaptureCheck(TorchDispatchMode):
             for storage, where in self._made.values():
                 if not storage.expired():
                     raise _error(f"a tensor outlives the graph: {where}")
+            if any(s.data_ptr() != self._static[s._cdata] for s in self._storages):
+                raise _error("memory that was empty before is kept")
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
@@ -484,7 +596,7 @@ class CaptureCheck(TorchDispatchMode):
         if why and (not given or _device(given[0]) == self._device):
             raise _error(f"{why}: {name} at {_line()}")
         keys = {x.untyped_storage()._cdata for x in given}
-        if not keys <= self._static | self._made.keys():
+        if not keys <= self._static.keys() | self._made.keys():
             raise _error(f"memory that is not static is used: {name} at {_line()}")
         if func.namespace == "fastpar":  # an in-place op arrives as a whole: check its inside too
             with self._inside():
@@ -497,7 +609,7 @@ class CaptureCheck(TorchDispatchMode):
             raise _error(f"host and device exchange values: {name} at {_line()}")
         for x in found:
             key = x.untyped_storage()._cdata
-            if key not in keys | self._static and _device(x) == self._device:
+            if key not in keys | self._static.keys() and _device(x) == self._device:
                 self._made[key] = StorageWeakRef(x.untyped_storage()), f"{name} at {_line()}"
         return out
 
@@ -518,6 +630,8 @@ def _refusal(name: str, why: str, call: Callable[..., Any]) -> Callable[..., Any
     """Wrap call to raise in the region and its backward, but not in other threads."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_code.co_filename == torch.cuda.streams.__file__:
+            return call(*args, **kwargs)  # by wait_stream() and record_event(): fork and join
         if any(isinstance(mode, CaptureCheck) for mode in _get_current_dispatch_mode_stack()):
             raise _error(f"{why}: {name} at {_line()}")
         return call(*args, **kwargs)

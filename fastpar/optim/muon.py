@@ -40,12 +40,12 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.axes.experts.mixture import Router
-from fastpar.comm.collectives import Collectives, Handle, started
+from fastpar.comm.collectives import Collectives, Handle, capturing, started
 from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.kernels.adamw import store_values, values_of
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS, TOGETHER, orthogonalize_each
 from fastpar.nn.modules import is_conv1d
-from fastpar.optim.adamw import AdamW, capturing
+from fastpar.optim.adamw import AdamW
 from fastpar.optim.base import Row, Rows, check_ranges
 from fastpar.optim.state import add_master, whole_shape
 from fastpar.sharding.layout import parameter_names

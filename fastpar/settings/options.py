@@ -199,7 +199,8 @@ class SystemSettings:
     compile: bool = False
     """Compile the model by torch.compile: slower start, faster steps."""
     cuda_graphs: bool | None = None
-    """Replay each step as one CUDA graph, on one rank. Unset: where that is possible."""
+    """Replay each step as one CUDA graph. Unset: on one rank, where that is possible. On several
+    data-parallel ranks the graph has NCCL's collectives, which never ran here."""
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,8 @@ def _has_experts(ep: int, shape: GPTConfig) -> bool:
 _GRID = "the grid already splits each layer"
 _MEANS = "it averages over rows and columns of whole matrices"
 _BLOCKS = "blocks of 8-bit numbers must not cross the boundary between ranks"
+_SPLIT = "graphs hold collectives of data-parallel ranks alone"
+_UNTRIED = "this was not tested"
 _ROUNDED = "rounding of 16-bit sums depends on the split"
 
 PAIRS: list[Pair] = [
@@ -207,7 +209,9 @@ PAIRS: list[Pair] = [
     Pair("transport shm and dp >1", "wire_gradients", "ranks read each other's memory directly"),
     Pair("transport shm and dp >1", "wire_weights", "ranks read each other's memory directly"),
     Pair("cuda_graphs True", "device cpu", "a CPU has no graphs"),
-    Pair("cuda_graphs True", "nproc >1", "the host starts collectives"),
+    *(Pair("cuda_graphs True", axis, _SPLIT) for axis in ("tp", "tp_grid", "cp", "pp")),
+    Pair("cuda_graphs True", "wire_gradients", "each step's random bits come from the host"),
+    *(Pair("cuda_graphs True", mode, _UNTRIED) for mode in ("wire_weights", "secondary_shards")),
     Pair("cuda_graphs True", "deterministic", "the host sums micro-batches in a tree"),
     Pair("cuda_graphs True", "optimizer muon adafactor", "they read numbers on the host"),
     Pair("cuda_graphs True", "pack", "the number of documents changes from batch to batch"),
@@ -215,7 +219,7 @@ PAIRS: list[Pair] = [
     Pair("cuda_graphs True", "offload", "forward waits for the optimizer step on the host"),
     Pair("cuda_graphs True", "n_expert", "the host reads the number of tokens per expert"),
     Pair("cuda_graphs True", "compile", "the model may be recompiled during training"),
-    Pair("cuda_graphs True", "fp8", "this was not tested"),
+    Pair("cuda_graphs True", "fp8", _UNTRIED),
     Pair("cuda_graphs True", "activation_checkpointing", "the host reads the random state"),
 ]
 NEEDS: tuple[Needs, ...] = (

@@ -43,6 +43,7 @@ def nccl(monkeypatch):
     for name, value in {"Stream": stream, "Event": EVENTS, "current_stream": stream}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     dist.init_process_group("fake", rank=1, world_size=4)
 
     def make(backend="cuda:nccl", **options):

@@ -159,6 +159,7 @@ def install(monkeypatch):
         ("stream", on),
     ):
         monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(host, "_copy", copy)
     monkeypatch.setattr(collectives, "on_stream", lambda *args: None)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)

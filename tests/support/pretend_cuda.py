@@ -14,6 +14,10 @@ from fastpar.optim import graphs
 _CUDA, _CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
+def _here(x):
+    return _CPU if isinstance(x, torch.device) and x == _CUDA else x
+
+
 class _Pretend(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func == Tensor.device.__get__:
@@ -25,8 +29,8 @@ class _Pretend(TorchFunctionMode):
                 return _engine_run_backward(
                     args, (torch.ones_like(args[0]),), False, False, (), True, accumulate_grad=True
                 )
-        swap = [_CPU if a == _CUDA else a for a in args]
-        named = {k: _CPU if v == _CUDA else v for k, v in (kwargs or {}).items()}
+        swap = [_here(a) for a in args]
+        named = {k: _here(v) for k, v in (kwargs or {}).items()}
         return func(*swap, **named)
 
 

@@ -4,6 +4,7 @@ what a capture forbids is found on a CPU."""
 import contextlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from pretend_cuda import pretend_cuda
 from train_runs import TINY, Runs, curve
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, Muon, engine_of, graphed, muon_groups, parallelize
+from fastpar.comm.transports import ShmCollectives
 from fastpar.kernels import adamw, make_key
 from fastpar.kernels.activation import triton as activation_triton
 from fastpar.optim import adamw as optim
 from fastpar.optim import base, graphs
 from fastpar.optim.graphs import CaptureCheck, StepGraph
 from fastpar.testing import run_ranks
+from fastpar.train.trainer import Trainer
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64, dropout=0.1)
 run = Runs(device="auto", max_steps=5, eval_every=2, save_every=0)
@@ -109,6 +112,42 @@ def test_a_run_goes_on_with_and_without_graphs(here, captured):
     assert len(captured) == 2
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"zero_stage": 0, "micro_batch_size": 2},
+        {"zero_stage": 2, "dtype": "bf16", "on_nonfinite": "skip", "ema": 0.9},
+        slow({"zero_stage": 3, "micro_batch_size": 2, "dtype": "bf16", "eval_every": 1}),
+    ],
+)
+def test_a_replayed_run_of_ranks_has_the_same_bits(here, captured, monkeypatch, changes):
+    """With validations and saves between steps, and a resume."""
+    monkeypatch.setattr(ShmCollectives, "captures", True)
+    changes |= {"max_steps": 6, "save_every": 3}
+    for out, asked in (("plain", False), ("graphs", True)):
+        run(out, 2, cuda_graphs=asked, **changes)
+        changes_after = {**changes, "max_steps": 11, "min_lr": TINY["lr"], "resume": True}
+        run(out, 2, cuda_graphs=asked, **changes_after)
+    assert len(captured) == 4
+    assert curve("graphs") == curve("plain")
+
+
+def test_ranks_agree_on_requests_beside_replays(here, captured, monkeypatch):
+    """One rank alone is told to stop: all read that from the sums of the same step."""
+    monkeypatch.setattr(ShmCollectives, "captures", True)
+    asks = Trainer._requests
+
+    def requests(trainer):
+        if trainer.step == 5 and trainer.mesh.rank == 1:
+            trainer.stop_signals.append(15)
+        return asks(trainer)
+
+    monkeypatch.setattr(Trainer, "_requests", requests)
+    run("r", 2, status=128 + 15, cuda_graphs=True, max_steps=9, zero_stage=1)
+    assert len(captured) == 2
+    assert curve("r")[-1]["step"] == 6
+
+
 def test_what_is_captured_and_said(here, captured, monkeypatch):
     """By default where steps can be; where they are asked for and cannot be, the reason."""
 
@@ -125,12 +164,17 @@ def test_what_is_captured_and_said(here, captured, monkeypatch):
         (2, {}, ""),
     ):
         assert run_ranks(said, ranks, changes)[0] == expected, changes
-    with pytest.raises(ValueError, match="can hold with cuda_graphs, got ones where the host st"):
+    with pytest.raises(ValueError, match=r"can hold with cuda_graphs, got ones where .* own: shm"):
         run_ranks(said, 2, {"cuda_graphs": True})
+    monkeypatch.setattr(ShmCollectives, "captures", True)
+    assert "NCCL inside graphs never ran" in run_ranks(said, 2, {"cuda_graphs": True})[0]
+    assert run_ranks(said, 2, {}) == [""] * 2
     for changes, why in (
         ({"deterministic": True}, "in a tree"),
         ({"optimizer": "adafactor"}, "numbers on the host"),
-        ({"nproc": 2}, "the host starts collectives"),
+        ({"nproc": 2, "tp": 2}, "data-parallel ranks alone"),
+        ({"nproc": 2, "pp": 2}, "data-parallel ranks alone"),
+        ({"nproc": 2, "wire_gradients": "int8"}, "random bits come from the host"),
     ):
         with pytest.raises(ValueError, match=why):
             run.trainer(cuda_graphs=True, **changes)
@@ -217,7 +261,7 @@ def test_why_there_is_no_graph(captured, monkeypatch):
     assert why(GPTConfig(**{**vars(SMALL), "n_expert": 2})).startswith("the counts of experts")
     assert why(optimizer=Muon) == "Muon reads its numbers on the host"
     assert why(deterministic=True) == "the host sums micro-batches in a tree"
-    assert run_ranks(why, 2)[0] == "the host starts collectives"
+    assert run_ranks(why, 2)[0].startswith("collectives are not NCCL's own: shm (all r")
     monkeypatch.undo()
     assert why() == "cpu has no CUDA graphs"
     with pytest.raises(ValueError, match="engine_of: GPT has no engine"):
@@ -318,6 +362,7 @@ FORBIDDEN = {
     "synchronize": (lambda x: torch.cuda.synchronize(), r"waits for the device: torch\.cuda"),
     "event": (lambda x: torch.cuda.Event.synchronize(x), r"the device: Event\.synchronize"),
     "query": (lambda x: torch.cuda.Event.query(x), r"waits for the device: Event\.query"),
+    "resize": (lambda x: x.untyped_storage().resize_(0), "static memory is freed: resize_"),
     "record": (lambda x: torch.cuda.Event.record(x), "record the event again"),
     "pin": (lambda x: x.pin_memory(), "host memory is pinned"),
     "key": (lambda x: make_key(1, 2), "a number of the host: lift_fresh"),
@@ -340,8 +385,14 @@ def test_what_a_capture_forbids_is_found(act):
     assert x.tolist() == [0, 1, 2, 3]  # the patches are gone
 
 
+class _Event:
+    """Has the method that is torch's at the time of the call."""
+
+    record = property(lambda self: partial(torch.cuda.Event.record, "event"))
+
+
 @pytest.mark.slow
-def test_what_a_capture_allows_passes():
+def test_what_a_capture_allows_passes(monkeypatch):
     """Other threads go on, too: a watchdog waits for its events, a save copies to the host."""
     x, out, weight = torch.arange(4.0), torch.empty(4), torch.ones(4, requires_grad=True)
     with CaptureCheck([x, out, weight]):
@@ -355,6 +406,20 @@ def test_what_a_capture_allows_passes():
     y.register_hook(lambda grad: grad.tolist() and None)  # autograd's thread is not another
     with pytest.raises(RuntimeError, match="reads a value"), CaptureCheck([y]):
         y.sum().backward()
+    empty = torch.empty(4)
+    empty.untyped_storage().resize_(0)
+    with CaptureCheck([empty]):
+        empty.untyped_storage().resize_(16)
+        empty.add_(1)
+        empty.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="empty before is kept"), CaptureCheck([empty]):
+        empty.untyped_storage().resize_(16)
+    recorded = []
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda.Event, "record", lambda *args: recorded.append(args))
+        with CaptureCheck([x]):  # fork and join of streams
+            torch.cuda.Stream.record_event("stream", _Event())
+    assert recorded == [("event", "stream")]
     with pytest.raises(ZeroDivisionError), CaptureCheck([outside]):  # an error is not hidden
         1 / 0  # noqa: B018
 
