@@ -66,7 +66,6 @@ def matrix() -> str:
         "Pairs that do not run": [pair.rule() for pair in rules.PAIRS],
         "Settings that need another": [needs.rule() for needs in rules.NEEDS],
         "Other rules": list(rules.RULES),
-        "Settings without effect alone": list(rules.OF_IDLE),
     }
     reasons: dict[str, int] = {}  # of all groups, in order, each once
     listed = []
@@ -108,7 +107,7 @@ def matrix() -> str:
 def reason(rule: rules.Rule) -> str:
     """Return a rule as a sentence with its flags in code."""
     text = rule.says if rule.way_out == "drop one of them" else f"{rule.says}; {rule.way_out}"
-    text = rules._spelled(text, "train", None)
+    text = rules._spelled(text, "train", {})
     return re.sub(r"(?<![\w`-])--[a-z][\w-]*", r"`\g<0>`", f"{text}.")
 
 

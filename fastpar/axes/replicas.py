@@ -95,8 +95,8 @@ class Outer:
     Wire: 2 * (M - 1) / M * P values per `every` steps, P being the elements that this rank steps.
     Memory: 8 bytes per element that this rank steps, next to its piece.
     Raises:
-        ValueError: a number out of range; two engines; replicas with different arguments; a
-            second Outer; in a step, a group that was added later.
+        ValueError: a number out of range; two engines; replicas with different arguments; in a
+            step, a group that was added later.
     """
 
     every: int
@@ -110,13 +110,6 @@ class Outer:
         momentum: float = 0.9,
         wire: str = "fp32",
     ) -> None:
-        for hook in optimizer._optimizer_step_post_hooks.values():
-            other = getattr(hook, "__self__", None)
-            if isinstance(other, Outer):
-                raise ValueError(
-                    "Outer: expected an optimizer without an Outer, got one of "
-                    f"every={other.every}; make one Outer for each optimizer"
-                )
         self._params = _params_of(optimizer)
         engines = {id(e): e for e in map(engine_of_parameter, self._params) if e is not None}
         given = {"outer_every": every, "outer_lr": lr, "outer_momentum": momentum}

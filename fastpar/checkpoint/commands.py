@@ -40,7 +40,6 @@ from fastpar.files.plain_files import printable, read_object, reason, shown
 from fastpar.files.runs import is_step_name, linked, list_checkpoints
 from fastpar.files.tensor_file import HF_NAMES, STORED, Spec, TensorFile
 from fastpar.kernels.adamw import master_join
-from fastpar.models.gpt import GPT
 from fastpar.models.hf import (
     EXPERTS,
     INDEX_FILE,
@@ -49,18 +48,13 @@ from fastpar.models.hf import (
     PREFIX,
     WEIGHTS_FILE,
     check_dense,
-    differences,
     index_json,
     is_conv1d,
     load_hf,
-    read_config,
     save_hf,
-    unsupported_field,
 )
 from fastpar.models.nanogpt import load_nanogpt
 from fastpar.sharding.placements import whole_run
-
-_ARCHITECTURES: tuple[list[str] | None, ...] = (None, [], ["GPT2LMHeadModel"], ["GPT2Model"])
 
 
 class Report(NamedTuple):
@@ -120,25 +114,10 @@ def verify(folder: str | Path, say: Callable[[str], None], pattern: str | None =
         say(f"{one}: {'DAMAGED' if report.damage else 'ok'}")
         for line in report.damage + report.facts:
             say(f"  {line}")
-    damaged = [report for report in reports if report.damage]
-    if damaged:
-        say(_instead(damaged[-1].folder, reports))
     if pattern is not None and reports and not reports[-1].damage:
         for line in _table(reports[-1].folder, pattern):
             say(line)
-    return not damaged
-
-
-def _instead(damaged: Path, reports: list[Report]) -> str:
-    """Advice on which checkpoint to use instead."""
-    sound = [report.folder for report in reports if not report.damage]
-    if len(reports) == 1:  # check the other checkpoints of its run
-        folders = list_checkpoints(damaged.resolve().parent.parent)
-        others = (p for p in reversed(folders) if p.name != damaged.resolve().name)
-        sound = [p for p in others if not examine(p).damage][:1]
-    if not sound:
-        return "the run has no undamaged checkpoint"
-    return f"use {sound[-1]}, the newest undamaged checkpoint"
+    return not any(report.damage for report in reports)
 
 
 def _manifest(folder: Path) -> Manifest:
@@ -154,7 +133,7 @@ def examine(folder: Path) -> Report:
         damage = find_damage(folder, manifest) if manifest.files else []
         if damage:
             return Report(folder, [], list(map(str, damage)))
-        facts, problems = _facts(folder, manifest)
+        facts = _facts(folder, manifest)
     except VersionError:
         raise
     except ValueError as error:
@@ -168,13 +147,12 @@ def examine(folder: Path) -> Report:
         extra = sorted(set(os.listdir(folder)) - {*manifest.files, MANIFEST})
         if extra:
             facts.append(f"other files: {', '.join(map(shown, extra[:8]))}")
-    return Report(folder, facts, problems)
+    return Report(folder, facts, [])
 
 
-def _facts(folder: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
-    """Facts about a folder, and contradictions between its files."""
+def _facts(folder: Path, manifest: Manifest) -> list[str]:
+    """Facts about a folder."""
     facts: list[str] = []
-    damage: list[str] = []
     if manifest.files:
         tokens = read_object(folder / STATE).get("tokens")
         facts.append(
@@ -182,15 +160,6 @@ def _facts(folder: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
         )
     weights, states = manifest.weights, by_key(manifest.optimizer)
     own = bool(manifest.files) and manifest.model == ANY_MODULE
-    if os.path.lexists(folder / CONFIG):
-        foreign = "of another module" if own else None
-        if not manifest.files:
-            foreign = _foreign(read_object(folder / CONFIG, links=True))
-        if foreign:
-            facts.append(f"{CONFIG} {foreign}, not compared")
-        else:
-            model, damage = _compare(folder, weights)
-            facts.append(model)
     numel = sum(math.prod(t.shape) for t in weights)
     dtypes = ", ".join(sorted({str(STORED[t.dtype]).removeprefix("torch.") for t in weights}))
     facts.append(
@@ -204,32 +173,7 @@ def _facts(folder: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
             f"optimizer: {len(states)} tensors ({entries}), {_mb(pieces)} in {len(pieces)} pieces "
             f"in {_files(pieces)}"
         )
-    return facts, damage
-
-
-def _foreign(raw: dict[str, object]) -> str | None:
-    """The field of transformers' config.json that makes it another model than GPT-2, or None."""
-    name = unsupported_field(raw)
-    if name is None and raw.get("architectures") not in _ARCHITECTURES:
-        name = "architectures"
-    return None if name is None else f"with {name}={shown(raw.get(name))}"
-
-
-def _compare(folder: Path, weights: tuple[TensorEntry, ...]) -> tuple[str, list[str]]:
-    """A description of the GPT-2 in config.json, and the tensors that differ from it."""
-    config = read_config(folder, dropout=0.0)
-    line = (
-        f"GPT-2 with {config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, "
-        f"context {config.block_size}, vocabulary {config.vocab_size}"
-    )
-    with torch.device("meta"):
-        model = GPT(config)
-    problems = [
-        f"{PREFIX}{printable(name)} of shape {got and list(got)}, {CONFIG} has "
-        f"{wanted and list(wanted)}"
-        for name, wanted, got in differences(model, {t.key: t.shape for t in weights})
-    ]
-    return line, problems
+    return facts
 
 
 def _mb(tensors: tuple[TensorEntry, ...]) -> str:

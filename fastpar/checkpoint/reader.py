@@ -8,8 +8,7 @@ head, whose digest is in FileEntry, and its tensors, each with its own digest. V
 divided among ranks and threads; hashing releases the interpreter's lock.
 
 Files are read, not mapped: mapped pages count as memory of the process, and each costs a page
-fault. A reader needs memory for the largest tensor returned by whole(), and a few MB for pieces
-that are divided differently than they were saved.
+fault. A reader needs memory for the largest tensor returned by whole().
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import contextlib
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -66,8 +65,6 @@ from fastpar.sharding.placements import (
 )
 
 _DIFFERS = "other content"
-_SPAN_BYTES = 1 << 22  # bytes read at once to pick short rows from
-_DIRECT_BYTES = 1 << 16  # rows of at least this average size are read one by one
 
 
 def list_plain_tensors(folder: Path) -> Manifest:
@@ -268,25 +265,9 @@ class TensorReader:
         whole = entry.digest and rows[:, 2].sum() == entry.nbytes
         digest = hasher(entry.digest)[1] if whole else None
         with self._named(entry):
-            if rows[:, 2].sum() >= _DIRECT_BYTES * len(rows):
-                for at, there, n in rows.tolist():
-                    self._read(entry, there, raw[at : at + n], digest)
-            else:
-                self._pick(entry, rows, raw, digest)
+            for at, there, n in rows.tolist():
+                self._read(entry, there, raw[at : at + n], digest)
         self._note(entry, digest)
-
-    def _pick(self, entry: TensorEntry, rows: np.ndarray, raw: np.ndarray, digest: Any) -> None:
-        """Copy many short rows, in the order of the file; see _fill."""
-        first = 0
-        while first < len(rows):
-            start = rows[first, 1]
-            stops = rows[first:, 1] + rows[first:, 2]
-            last = first + max(1, int(np.searchsorted(stops, start + _SPAN_BYTES, side="right")))
-            span = np.empty(stops[last - first - 1] - start, dtype=np.uint8)
-            self._read(entry, int(start), span, digest)
-            for at, there, n in rows[first:last].tolist():
-                raw[at : at + n] = span[there - start : there - start + n]
-            first = last
 
     def _read(self, entry: TensorEntry, start: int, into: np.ndarray, digest: Any) -> None:
         """Read bytes of a tensor from `start` on, and update the digest."""
@@ -460,7 +441,8 @@ def find_damage(
         All damage, in the manifest's order.
     """
     seen = seen or {}
-    share = _share(manifest, part, n_parts, seen) if tensors else []
+    both = manifest.weights + manifest.optimizer if tensors else ()
+    share = [t for t in both if (t.file, t.key) not in seen][part::n_parts]
     shared_files = {tensor.file for tensor in share}
     files, damage = list(manifest.files), []
     with TensorReader(Path(folder), manifest) as reader:
@@ -485,19 +467,3 @@ def _try(act: Callable[[Any], object], what: Any, file: str, where: str = "") ->
         return []
     except (OSError, ValueError) as error:
         return [Damage(file, reason(error) + f" in {where}" * bool(where))]
-
-
-def _share(
-    manifest: Manifest, part: int, n_parts: int, but: Container[tuple[str, str]]
-) -> list[TensorEntry]:
-    """The tensors of one of n parts of nearly equal size; the same division on every rank."""
-    both = manifest.weights + manifest.optimizer
-    tensors = [t for t in both if (t.file, t.key) not in but]
-    load = [0] * n_parts
-    mine = []
-    for i in sorted(range(len(tensors)), key=lambda i: -tensors[i].nbytes):
-        least = load.index(min(load))
-        load[least] += tensors[i].nbytes
-        if least == part:
-            mine.append(i)
-    return [tensors[i] for i in sorted(mine)]

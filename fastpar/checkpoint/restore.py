@@ -22,7 +22,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -40,6 +40,7 @@ from fastpar.checkpoint.saver import (
     piece_runs,
     wires_of,
 )
+from fastpar.comm.mesh import AXES, gather_objects
 from fastpar.engine.control import gather_errors
 from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.files.plain_files import printable, read_object, shown
@@ -47,10 +48,8 @@ from fastpar.files.runs import check_checkpoint, linked
 from fastpar.files.tensor_file import STORED, THREADS
 from fastpar.kernels.adamw import master_join, master_split
 from fastpar.models.gpt import GPT
-from fastpar.models.hf import PREFIX, Weight, list_weights, load_hf
+from fastpar.models.hf import Weight, list_weights, load_hf
 from fastpar.models.nanogpt import load_nanogpt
-from fastpar.settings.mesh import AXES
-from fastpar.settings.model import GPTConfig
 from fastpar.sharding.placements import Run, whole_run
 
 # Entries that versions with error feedback saved.
@@ -61,16 +60,16 @@ def read_state(path: str | Path) -> dict[str, Any]:
     """Read trainer_state.json of a checkpoint.
 
     Raises:
-        ValueError: it is missing, or not written by Saver.
+        ValueError: it is missing, or no JSON object.
     """
     file = Path(path) / STATE
-    with naming_damaged_file(file):
-        state = read_object(file)
-        if type(state.get("step")) is not int:
-            raise TypeError(f"step={shown(state.get('step'))}")
-        if "model" in state:
-            GPTConfig(**state["model"])
-    return state
+    try:
+        return read_object(file)
+    except ValueError as error:
+        raise ValueError(
+            f"read_state: expected the state of a run, got {file} ({error}); the checkpoint is "
+            "damaged, use another one"
+        ) from error
 
 
 def read_run_state(path: str | Path) -> dict[str, Any]:
@@ -91,23 +90,6 @@ def read_run_state(path: str | Path) -> dict[str, Any]:
 
 
 _OF_A_RUN = {"model": dict, "dtype": str, "data": str, "next_sample": int, "tokens": int}
-
-
-@contextlib.contextmanager
-def naming_damaged_file(file: Path) -> Iterator[None]:
-    """Context for reading fields of trainer_state.json: its errors name that file.
-
-    Raises:
-        ValueError: a field is missing, or has an invalid type or value.
-    """
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
-        problem = shown(str(error)) if isinstance(error, KeyError) else printable(str(error))
-        raise ValueError(
-            f"read_state: expected the state of a run, got {file} ({problem}); the checkpoint is "
-            "damaged, use another one"
-        ) from error
 
 
 @torch.no_grad()
@@ -149,16 +131,8 @@ def _linked_on_first(engine: Engine | None, path: Path) -> Path:
     found = linked(path)
     if engine is None or engine.mesh.world_size == 1:
         return found
-    mesh, text = engine.mesh, b""
-    if found != path:
-        text = os.fsencode(os.path.relpath(found, path.parent))
-    size = torch.tensor([len(text)], dtype=torch.int64, device=mesh.device)
-    mesh.broadcast_([size], *AXES)
-    raw = torch.zeros(int(size), dtype=torch.uint8, device=mesh.device)
-    if mesh.is_main and text:
-        raw.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    mesh.broadcast_([raw], *AXES)
-    return path.parent / os.fsdecode(bytes(raw.tolist())) if len(raw) else path
+    mine = os.path.relpath(found, path.parent)
+    return path.parent / gather_objects(mine, engine.mesh.group(*AXES))[0]
 
 
 @contextlib.contextmanager
@@ -205,16 +179,15 @@ class _Plan:
         self.weights = [w for w in weights if w.key in self._stored]
         missing = [w.key for w in weights if w.key not in self._stored]
         unexpected = sorted(self._stored.keys() - names.keys())
-        advice = _unwrapping(names, self._stored)
-        if strict or (advice and not self.weights):
+        if strict or not self.weights:
             for found, what in ((missing, "no"), (unexpected, "also")):
                 if found:
                     raise ValueError(
                         f"load_checkpoint: expected the weights of this model in {path}, got "
-                        f"{what} {printable(found[0])}; "
-                        + (advice or "load it into the same model, or pass strict=False")
+                        f"{what} {printable(found[0])}; load it into the same model, without a "
+                        "wrapper whose name comes first, or pass strict=False to load a part"
                     )
-        else:
+        if not strict:
             self.state |= {"missing": missing, "unexpected": unexpected}
         for w in self.weights:
             shape = self._stored[w.key].shape
@@ -407,25 +380,6 @@ class _Plan:
             shape = found[0].shape
             return self._reader.gather(found, whole_run(math.prod(shape)), out).view(shape)
         return self._reader.gather(found, piece_runs(p, engine, block=block), out)
-
-
-_WRAPPERS = {
-    "_orig_mod.": "torch.compile; save and load the module inside, model._orig_mod",
-    "module.": "DistributedDataParallel or DataParallel; save and load the module inside, "
-    "model.module",
-}
-
-
-def _unwrapping(ours: Collection[str], theirs: Collection[str]) -> str | None:
-    """Advice if the names of two models differ by those that a wrapper adds; None: they do not."""
-    for added, advice in _WRAPPERS.items():
-        plain = [
-            {n.removeprefix(PREFIX).replace(added, "") for n in both} for both in (ours, theirs)
-        ]
-        found = [any(added in name for name in both) for both in (ours, theirs)]
-        if plain[0] & plain[1] and found[0] != found[1]:
-            return f"the names differ by {added!r} of {advice}"
-    return None
 
 
 def _keeps(p: Tensor, engine: Engine | None) -> bool:

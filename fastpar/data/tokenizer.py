@@ -285,7 +285,7 @@ def make_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
             gives fewer, see vocab_size.
         texts: needed by chars and bpe, otherwise ignored; read once.
     Raises:
-        ValueError: unknown name; N outside 257..1000000; chars or bpe without texts.
+        ValueError: unknown name; N outside 257..1000000.
         ImportError: the library is missing.
         RuntimeError: the files of gpt2 differ from OpenAI's.
     Deterministic: yes; the same texts in the same pieces give the same tokenizer.
@@ -296,11 +296,7 @@ def make_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
     if name == "gpt2":
         return _load_gpt2()
     if learns_from_text(name):
-        if texts is None:
-            raise ValueError(
-                f"make_tokenizer: expected texts to train on, got name={name} and texts=None; "
-                "pass texts, or load a saved tokenizer by its folder"
-            )
+        assert texts is not None, "callers refuse it"
         if name == "chars":
             return CharTokenizer(char for text in texts for char in set(text))
         return _train_bpe(name, texts)

@@ -65,7 +65,7 @@ def parallelize(
     pipeline: Pipeline | None = None,
     deterministic: bool | None = None,
     units: Sequence[nn.Module] | type | tuple[type, ...] | None = None,
-    tp_plan: Plan | str | None = None,
+    tp_plan: Plan | None = None,
     materialize: Materialize | None = None,
     debug: Debug | None = None,
 ) -> nn.Module:
@@ -121,7 +121,7 @@ def parallelize(
             rank must call a unit equally often in a forward, or not at all: leave out modules that
             run once per time step if lengths differ between ranks.
         tp_plan: how tp splits a model that does not define that itself
-            (fastpar/foreign/tp_plan.py), or "gpt2" or "nanogpt". Default: one of these if it fits.
+            (fastpar/foreign/tp_plan.py). Default: that of GPT-2 or nanoGPT, if it fits.
             engine_of(model).tp_report shows the choice.
         materialize: materialize(name, tensor) fills one tensor of a model that is on the meta
             device. Parameters and buffers are then created bucket by bucket, so that no rank

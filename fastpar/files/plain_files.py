@@ -12,7 +12,6 @@ import json
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,13 +41,9 @@ def open_plain(path: str | Path, *, links: bool = False) -> int:
             raise OSError(None, "a symbolic link", str(path))
         if not stat.S_ISREG(mode):  # opening a device can have effects
             raise OSError(None, "not a regular file", str(path))
-        descriptor = os.open(path, flags)
+        return os.open(path, flags)
     except ValueError as error:  # a name with NUL or without an encoding
         raise OSError(None, f"not a file name ({error})", str(path)) from error
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)  # it was replaced after os.stat
-    raise OSError(None, "not a regular file", str(path))
 
 
 def read_plain(path: str | Path, limit: int, *, links: bool = False) -> bytes:
@@ -132,32 +127,18 @@ def write_text(path: Path, text: str) -> None:
 
 
 def user_cache() -> Path:
-    """The user's cache folder of fastpar; without a home directory, one in the temporary folder.
+    """The user's cache folder of fastpar.
 
     Raises:
-        ValueError: the one in the temporary folder could be written by other users.
+        ValueError: the user has no home folder.
     """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpar"
     except RuntimeError:
-        return _private(Path(tempfile.gettempdir(), f"fastpar-{os.getuid()}"))
-
-
-def _private(folder: Path) -> Path:
-    """The folder, created if missing, which no other user can read or write."""
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    status = folder.lstat()
-    mode = stat.S_IMODE(status.st_mode)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or mode & 0o022:
         raise ValueError(
-            "user_cache: expected a folder that only this user can write, got "
-            f"folder={folder} of user {status.st_uid} with mode {stat.filemode(status.st_mode)}; "
-            "set HOME, or XDG_CACHE_HOME to a folder of your own"
-        )
-    if mode != 0o700:  # of an earlier version
-        folder.chmod(0o700)
-    return folder
+            "user_cache: expected a home folder, got none; set HOME, or XDG_CACHE_HOME to a folder "
+            "of your own"
+        ) from None
 
 
 def reason(error: Exception) -> str:

@@ -109,24 +109,20 @@ def put_folder(folder: Path, final: Path) -> Path | None:
 def point_latest(run: Path, checkpoint: Path) -> str | None:
     """Link run/latest to the checkpoint, for people and transformers; fastpar does not need it.
 
-    A folder of this name, as made by copies that follow links, is set aside.
-
     Returns:
         What the user should know; None: nothing.
     """
-    link, temporary, note = run / LATEST, run / f".{LATEST}.tmp", None
+    link, temporary = run / LATEST, run / f".{LATEST}.tmp"
     try:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(checkpoint.relative_to(run), target_is_directory=True)
-        if link.is_dir() and not link.is_symlink():
-            note = f"{link} was a folder instead of a link, it is now {set_aside(link)}"
         os.replace(temporary, link)
-    except OSError as error:  # a file system without links
+    except OSError as error:  # a file system without links, or a folder, as cp -L makes of a link
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if os.path.lexists(link):
             return f"{link} is of an older step, it cannot be replaced ({error}); delete it"
-    return note
+    return None
 
 
 def set_aside(path: Path) -> Path:

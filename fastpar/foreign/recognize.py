@@ -1,12 +1,12 @@
 """Decides which module of a foreign model gets which fused class, and why others are left.
 
 transformers' classes are recognised by their names, unless someone replaced one of their functions:
-a forward, a function that a forward calls, or an entry of the registry of attention functions. A
-function is the library's own if its code, and that of every wrapper around it, is in one of the
-library's files. nanoGPT's classes (NANOGPT) are recognised by their names, wherever they are
-defined, and by what their modules hold: the same parts and attributes, no others, of fitting
-shapes. What their forward does is not looked at: patch(check=batch) compares it. In any other model
-nn.LayerNorm, nn.RMSNorm, nn.GELU and nn.Embedding are swapped if they are exactly these classes.
+a forward, or a function that a forward calls. A function is the library's own if its code, and that
+of every wrapper around it, is in one of the library's files. nanoGPT's classes (NANOGPT) are
+recognised by their names, wherever they are defined, and by what their modules hold: the same parts
+and attributes, no others, of fitting shapes. What their forward does is not looked at:
+patch(check=batch) compares it. In any other model nn.LayerNorm, nn.RMSNorm, nn.GELU and
+nn.Embedding are swapped if they are exactly these classes.
 """
 
 from __future__ import annotations
@@ -104,9 +104,6 @@ def replaced_code(kind: type[nn.Module]) -> str | None:
     for part in (nn.Dropout, nn.LayerNorm, nn.Linear):
         if torch_forward(part) is not None:
             return torch_forward(part)
-    registry = getattr(source, "ALL_ATTENTION_FUNCTIONS", None)
-    if registry is not None and not is_own(registry["sdpa"], root):
-        return "the attention function registered for sdpa"
     return None
 
 

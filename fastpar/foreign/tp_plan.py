@@ -350,12 +350,12 @@ class Planned:
             tp_layers.check_generators(tp.group, "tp")
 
 
-def plan_for(model: nn.Module, given: Plan | str | None) -> Planned | None:
+def plan_for(model: nn.Module, given: Plan | None) -> Planned | None:
     """The given plan, or the one that fits the model; None if the model declares its states.
 
     Raises:
-        ValueError: an unknown name, a plan for a model that declares its own states, or a plan
-            whose names do not match the model.
+        ValueError: a plan for a model that declares its own states, or whose names do not match
+            the model.
     """
     if given is None:
         name = _choose(model)
@@ -363,18 +363,10 @@ def plan_for(model: nn.Module, given: Plan | str | None) -> Planned | None:
             return None
         return Planned(model, READY[name], f"plan {name}, chosen for its modules", ready=True)
     if tp_method(model) is not None:
-        short = given if isinstance(given, str) else f"{{{', '.join(given)}}}"
         raise ValueError(
             f"parallelize: expected no tp_plan for {type(model).__name__}, which declares its own "
-            f"states, got tp_plan={short}; drop tp_plan"
+            f"states, got tp_plan={{{', '.join(given)}}}; drop tp_plan"
         )
-    if isinstance(given, str):
-        if given not in READY:
-            raise ValueError(
-                f"parallelize: expected tp_plan as a mapping or one of {', '.join(READY)}, got "
-                f"tp_plan={given}; pass {{pattern: style}}"
-            )
-        return Planned(model, READY[given], f"plan {given}", ready=True)
     return Planned(model, given, "the given plan")
 
 

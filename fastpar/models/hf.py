@@ -448,23 +448,14 @@ def config_json(
     }
 
 
-def unsupported_field(raw: Mapping[str, Any]) -> str | None:
-    """The first field of a config.json that this model does not support."""
-    if raw.get("model_type") == OWN:
-        return None
-    if raw.get("model_type") in families.FAMILIES:
-        return "model_type"
-    found = (name for name, allowed in _SUPPORTED.items() if raw.get(name) not in allowed)
-    return next(found, None)
-
-
 def read_config(folder: Path, dropout: float | None) -> GPTConfig:
     """The shape that a folder's config.json describes; see load_hf."""
     raw = _read_json(folder / "config.json")
     if raw.get("model_type") in families.FAMILIES:
         return families.config_of(raw, str(folder / "config.json"), dropout)
-    name = unsupported_field(raw)
-    if name is not None:
+    wrong = [name for name, allowed in _SUPPORTED.items() if raw.get(name) not in allowed]
+    if wrong and raw.get("model_type") != OWN:
+        name = wrong[0]
         raise ValueError(
             f"load_hf: expected {name}={_SUPPORTED[name][-1]}, got {name}="
             f"{printable(str(raw.get(name)))} in "

@@ -54,9 +54,8 @@ class Adafactor(EngineOptimizer):
             fp32, or 1e-30 with add_eps. The second is the smallest assumed rms of a parameter.
         d: updates are scaled down to this rms.
         weight_decay: decoupled, times lr.
-        foreach: True batches all parameters, False none. Default: see "Batches" above.
+        foreach: as in torch; it changes nothing here, see "Batches" above.
         maximize: ascend instead of descend.
-        beta1: keep a running mean of updates (exp_avg) and apply that. Default: off.
         relative_step: limit the step size to 1 / sqrt(t); False: lr alone.
         scale_parameter: steps are relative to the rms of the parameter; False: absolute.
         add_eps: add eps[0] to squared gradients, as the paper does.
@@ -68,8 +67,8 @@ class Adafactor(EngineOptimizer):
             waits on the host to know whether it overflowed.
     Ranks: all ranks of the model's mesh call step().
     State: step, and row_var, col_var or variance as in torch.optim.Adafactor, but always fp32;
-        exp_avg; master_weight or master_remainder. State dicts load both ways. Load the model
-        before its state and before the first step, as master weights are made then.
+        master_weight or master_remainder. State dicts load both ways. Load the model before its
+        state and before the first step, as master weights are made then.
     Raises:
         ValueError: options outside their range; 16-bit parameters without master weights;
             parameters of an engine with zero_stage >= 1; the state of another model.
@@ -89,7 +88,6 @@ class Adafactor(EngineOptimizer):
         *,
         foreach: bool | None = None,
         maximize: bool = False,
-        beta1: float | None = None,
         relative_step: bool = True,
         scale_parameter: bool = True,
         add_eps: bool = False,
@@ -101,18 +99,13 @@ class Adafactor(EngineOptimizer):
         self.set_max_grad_norm(max_grad_norm)
         defaults = {
             "lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay,
-            "foreach": foreach, "maximize": maximize, "beta1": beta1, "add_eps": add_eps,
+            "foreach": foreach, "maximize": maximize, "add_eps": add_eps,
             "relative_step": relative_step, "scale_parameter": scale_parameter,
         }  # fmt: skip
         super().__init__(params, defaults)
 
     def _check_options(self, group: dict[str, Any], caller: str) -> None:
-        eps, beta1 = pair(caller, "eps", group["eps"]), group["beta1"]
-        if group["foreach"] not in (None, True, False):
-            raise ValueError(
-                f"{caller}: expected foreach to be None, True or False, got foreach="
-                f"{group['foreach']!r}; None chooses"
-            )
+        eps = pair(caller, "eps", group["eps"])
         ranges = {
             "lr": (group["lr"], 0.0, math.inf),
             "beta2_decay": (group["beta2_decay"], -math.inf, 0.0),
@@ -120,7 +113,6 @@ class Adafactor(EngineOptimizer):
             "eps[1]": (eps[1], 0.0, math.inf),
             "d": (group["d"], 1.0, math.inf),
             "weight_decay": (group["weight_decay"], 0.0, math.inf),
-            "beta1": (0.0 if beta1 is None else beta1, 0.0, 1.0),
         }
         check_ranges(caller, ranges)
 
@@ -142,7 +134,7 @@ class Adafactor(EngineOptimizer):
             return
         for i, group in enumerate(self.param_groups):
             pairs = [(row.param, row.grad) for row in rows if row.group == i]
-            for batch in _batches(pairs, group["foreach"]):
+            for batch in _batches(pairs):
                 self._update_batch(group, batch, factor)
 
     def _update_batch(
@@ -176,10 +168,6 @@ class Adafactor(EngineOptimizer):
         sign = 1.0 if group["maximize"] else -1.0
         clips = [(_rms(u) / group["d"]).clamp_(min=1.0) for u in updates]
         torch._foreach_mul_(updates, [sign * size / clip for size, clip in zip(sizes, clips)])
-        if group["beta1"] is not None:
-            means = [s["exp_avg"] for s in states]
-            torch._foreach_lerp_(means, updates, 1.0 - group["beta1"])
-            updates = means
         torch._foreach_add_(values, updates)
         for (p, _), state, x in zip(batch, states, values):
             store_values(p, state, x)
@@ -189,7 +177,7 @@ class Adafactor(EngineOptimizer):
         state = self.state[p]
         if not state:
             state["step"] = new_step()  # on the host, as in torch
-        for name in (*_moments(p), *(["exp_avg"] if group["beta1"] is not None else [])):
+        for name in _moments(p):
             if name not in state:
                 state[name] = torch.zeros(_shape(name, p), dtype=torch.float32, device=p.device)
         add_master(state, p, self.master_weights)
@@ -200,7 +188,7 @@ class Adafactor(EngineOptimizer):
     def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
         """The whole shape of every entry that a parameter's state may have."""
         masters = ("master_weight", "master_remainder")
-        names = ("step", *_moments(p), "exp_avg", *masters, *OF_WEIGHTS)
+        names = ("step", *_moments(p), *masters, *OF_WEIGHTS)
         return {name: _shape(name, p) for name in names}
 
     def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:
@@ -209,7 +197,7 @@ class Adafactor(EngineOptimizer):
     def _convert_moments(
         self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, copy: bool
     ) -> dict[str, Any]:
-        names = [name for name in (*_moments(p), "exp_avg") if name in saved]
+        names = _moments(p)
         return {name: saved[name].to(p.device, torch.float32, copy=True) for name in names}
 
 
@@ -217,9 +205,8 @@ def _moments(p: Tensor) -> tuple[str, ...]:
     return ("row_var", "col_var") if p.dim() > 1 else ("variance",)
 
 
-def _batches(pairs: list[_Pair], foreach: bool | None) -> list[list[_Pair]]:
+def _batches(pairs: list[_Pair]) -> list[list[_Pair]]:
     """Batches of pairs: of one device, all vectors or none, with a limited number of elements."""
-    limit = {None: BATCH, True: math.inf, False: 0}[foreach]
     batches: list[list[_Pair]] = []
     growing: dict[Any, tuple[list[_Pair], int]] = {}
     for p, grad in pairs:
@@ -227,7 +214,7 @@ def _batches(pairs: list[_Pair], foreach: bool | None) -> list[list[_Pair]]:
             continue
         key = (p.device, p.dim() > 1)
         batch, size = growing.get(key, ([], 0))
-        if not batch or size + p.numel() > limit:
+        if not batch or size + p.numel() > BATCH:
             batch, size = [], 0
             batches.append(batch)
         batch.append((p, grad))

@@ -9,11 +9,6 @@ For the gradient G of a matrix W [m, n], with the options of torch.optim.Muon:
 Options beyond torch's, each off by default:
 
     matrices=k       W is k matrices one below another, each with its own O: GPT-2's q, k, v
-    row_beta         NorMuon (Li et al. 2025, arXiv 2510.05491): O's rows are divided by the root of
-                     a running mean of their squares, and O is rescaled to its norm
-    cautious         weight decay only where O and W have the same sign (Chen et al. 2025,
-                     arXiv 2510.12402)
-    momentum_dtype   bf16 for M
 
 Groups with adamw=True are stepped by fastpar.AdamW in the same object: embeddings, heads, biases
 and gains of norms. muon_groups(model) makes the groups of a GPT-2.
@@ -55,8 +50,8 @@ from fastpar.optim.base import Row, Rows, check_ranges
 from fastpar.optim.state import add_master, whole_shape
 from fastpar.sharding.layout import parameter_names
 
-# Whole matrices by parameter -> (result of the same shape, [R] numbers for every rank) of each.
-Compute = Callable[[dict[Tensor, Tensor]], dict[Tensor, tuple[Tensor, Tensor]]]
+# Whole matrices by parameter -> result of the same shape of each.
+Compute = Callable[[dict[Tensor, Tensor]], dict[Tensor, Tensor]]
 T = TypeVar("T")
 
 
@@ -90,17 +85,11 @@ class Owners:
     Args:
         params: the matrices, the same on every rank.
         costs: of computing each.
-        extra: number of values that compute returns besides each result.
-    Attributes:
-        sent_bytes: of the last run, to other ranks.
     """
 
-    def __init__(
-        self, engine: Engine, params: Sequence[Tensor], costs: Sequence[float], extra: Sequence[int]
-    ) -> None:
+    def __init__(self, engine: Engine, params: Sequence[Tensor], costs: Sequence[float]) -> None:
         self.shards = shards = engine.shards
         self.sharded, mesh = shards.stage.shards, shards.mesh
-        self.extra = dict(zip(params, extra))
         groups = shards.bucket_of(params[0]).groups  # type: ignore[arg-type]
         dp = groups.gather if self.sharded else groups.reduce
         self.dp = None if dp is None else dp.exact
@@ -120,24 +109,23 @@ class Owners:
             for bucket in shards.buckets
             if any(p in self.owner for p in bucket.params)
         ]
-        self.sent_bytes = 0
 
     def run(
         self, pieces: dict[Tensor, Tensor], compute: Compute
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(parameter, this rank's piece of its result, [R] numbers) of every matrix.
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """(parameter, this rank's piece of its result) of every matrix.
 
         Args:
             pieces: this rank's piece of each matrix, of one dtype; removed one after another.
         Ranks: all of the engine's mesh, with the same parameters.
         """
-        self.sent_bytes, self._like = 0, next(iter(pieces.values())).new_empty(0)
+        self._like = next(iter(pieces.values())).new_empty(0)
         given = [[p for p in batch if p in pieces] for batch in self.batches]
         incoming = [self._gather(batch, pieces, i) for i, batch in enumerate(given)]
         outgoing = []
         for i, batch in enumerate(given):
             whole = self._join(batch, self._whole_along_dp(batch, pieces, incoming), i)
-            results: dict[Tensor, tuple[Tensor, Tensor]] = {}
+            results: dict[Tensor, Tensor] = {}
             for some in _some(list(whole), lambda p: p):
                 results |= compute({p: whole.pop(p) for p in some})
             message = self._send_slices(batch, results, i)
@@ -214,56 +202,43 @@ class Owners:
         declared = self.shards.declared
 
         def slice_of(p: Tensor, rank: int) -> Tensor:
-            whole = results[p][0]
+            whole = results[p]
             if declared is None:
                 return whole
             placement, shape = declared.along_tp(p)
             return placement.cut(whole.view(shape), {"tp": rank})
 
-        parts = [
-            [x for p in results for x in (slice_of(p, rank), results[p][1])]
-            for rank in range(self.n_tp)
-        ]
+        parts = [[slice_of(p, rank) for p in results] for rank in range(self.n_tp)]
         sizes = [
-            sum(p.numel() + self.extra[p] for p in self._in_column(batch) if self.owner[p].tp == t)
+            sum(p.numel() for p in self._in_column(batch) if self.owner[p].tp == t)
             for t in range(self.n_tp)
         ]
         return self._launch(self.tp, parts, sizes, tag)
 
     def _slices(self, batch: list[Tensor], message: _Message) -> dict:
-        """(result, extra numbers) of this rank's tp slice, of its column's matrices."""
+        """The results of this rank's tp slice, of its column's matrices."""
         mine = self._in_column(batch)
         by_owner = [[p for p in mine if self.owner[p].tp == t] for t in range(self.n_tp)]
         return self._unpacked(by_owner, message, lambda p: p.numel())
 
     def _send_pieces(self, batch: list[Tensor], slices: dict, tag: int) -> _Message:
         mine = self._in_column(batch)
-        parts = [
-            [x for p in mine for x in (slices[p][0][slice(*self._range(p, r))], slices[p][1])]
-            for r in range(self.n_dp)
-        ]
+        parts = [[slices[p][slice(*self._range(p, r))] for p in mine] for r in range(self.n_dp)]
         sizes = [
-            sum(self._size(p, self.me.dp) + self.extra[p] for p in batch if self.owner[p].dp == r)
+            sum(self._size(p, self.me.dp) for p in batch if self.owner[p].dp == r)
             for r in range(self.n_dp)
         ]
         return self._launch(self.dp, parts, sizes, tag)
 
     def _pieces(self, batch: list[Tensor], message: _Message) -> Iterator:
         by_owner = [[p for p in batch if self.owner[p].dp == r] for r in range(self.n_dp)]
-        found = self._unpacked(by_owner, message, lambda p: self._size(p, self.me.dp))
-        for p, (piece, extra) in found.items():
-            yield p, piece, extra
+        yield from self._unpacked(by_owner, message, lambda p: self._size(p, self.me.dp)).items()
 
     def _unpacked(
         self, senders: list[list[Tensor]], message: _Message, size: Callable[[Tensor], int]
-    ) -> dict[Tensor, tuple[Tensor, Tensor]]:
-        sizes = [[n for p in ps for n in (size(p), self.extra[p])] for ps in senders]
-        rows = _split(message, sizes)
-        return {
-            p: (row[2 * i], row[2 * i + 1])
-            for ps, row in zip(senders, rows)
-            for i, p in enumerate(ps)
-        }
+    ) -> dict[Tensor, Tensor]:
+        rows = _split(message, [[size(p) for p in ps] for ps in senders])
+        return {p: x for ps, row in zip(senders, rows) for p, x in zip(ps, row)}
 
     # Messages
 
@@ -276,7 +251,6 @@ class Owners:
         if group is None:
             return _Message(x, None, x)
         counts = [sum(t.numel() for t in part) for part in parts]
-        self.sent_bytes += (sum(counts) - counts[group.rank]) * x.element_size()
         out = x.new_empty(sum(sizes))
         handle = group.all_to_all(out, x, sizes, counts, async_op=True, tag=tag)
         return _Message(out, started(handle), x)
@@ -311,9 +285,6 @@ class Muon(AdamW):
             relative to each other, as in (2, 1, 1).
         experts: parameters are stacks [E, M, N], of which each matrix has its own O.
         transposed: weights are [inputs, outputs], as in transformers' Conv1D.
-        row_beta: of NorMuon's running mean. Default: off.
-        cautious: decay only where O and W have the same sign.
-        momentum_dtype: torch.float32 or torch.bfloat16; fp64 parameters have fp64.
         adamw: a mapping: options of groups with adamw=True, see fastpar.AdamW; by default
             lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1. In a group: whether AdamW
             steps it.
@@ -325,8 +296,8 @@ class Muon(AdamW):
         nan as a whole, as in torch.optim.Muon; others do not, unless max_grad_norm clips by the
         common norm. With grad_scale set (even to 1.0) all ranks skip such a step.
     Ranks: all ranks of the model's mesh call step().
-    State: momentum_buffer as in torch.optim.Muon; row_second_moment; AdamW's for its groups; a
-        master for 16-bit parameters. State dicts load both ways if torch has the options.
+    State: momentum_buffer as in torch.optim.Muon; AdamW's for its groups; a master for 16-bit
+        parameters. State dicts load both ways if torch has the options.
     Raises:
         ValueError: options outside their range; a parameter that is no matrix, or not of the
             group's number of matrices; 16-bit parameters without master weights; another
@@ -336,8 +307,8 @@ class Muon(AdamW):
         arXiv 2502.16982.
     """
 
-    _not_in_groups = ("master_weights", "max_grad_norm", "momentum_dtype")
-    _attributes = (*AdamW._attributes, "momentum_dtype", "_adamw", "_own")
+    _not_in_groups = ("master_weights", "max_grad_norm")
+    _attributes = (*AdamW._attributes, "_adamw", "_own")
 
     def __init__(
         self,
@@ -354,25 +325,16 @@ class Muon(AdamW):
         matrices: int | tuple[int, ...] = 1,
         transposed: bool = False,
         experts: bool = False,
-        row_beta: float | None = None,
-        cautious: bool = False,
-        momentum_dtype: torch.dtype = torch.float32,
         adamw: Mapping[str, Any] | None = None,
         master_weights: bool | str = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        if momentum_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                "Muon: expected momentum_dtype torch.float32 or torch.bfloat16, got "
-                f"momentum_dtype={momentum_dtype}; drop it for fp32"
-            )
-        self.momentum_dtype = momentum_dtype
         self._adamw = {**_ADAMW, **(adamw or {})}
         self._own = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn, "matrices": matrices, "transposed": transposed,
-            "experts": experts, "row_beta": row_beta, "cautious": cautious, "adamw": False,
+            "experts": experts, "adamw": False,
         }  # fmt: skip
         super().__init__(params, master_weights=master_weights, max_grad_norm=max_grad_norm)
         self.defaults |= self._own  # for groups of a loaded state
@@ -390,7 +352,6 @@ class Muon(AdamW):
             "weight_decay": (group["weight_decay"], 0.0, math.inf),
             "momentum": (group["momentum"], 0.0, 1.0),
             "eps": (group["eps"], 0.0, math.inf),
-            "row_beta": (group["row_beta"] or 0.0, 0.0, 1.0),
         }
         check_ranges(caller, ranges)
         if group["adjust_lr_fn"] not in _SCALES:
@@ -417,11 +378,6 @@ class Muon(AdamW):
             raise ValueError(
                 f"Muon: expected matrices [M, N], got {name} of shape={list(shape)}; put it into a "
                 "group with adamw=True, or use fastpar.muon_groups(model)"
-            )
-        if group["experts"] and len(p) < shape[0] and group["row_beta"] is not None:
-            raise ValueError(
-                "Muon: row_beta does not work with experts that are distributed over ep, got "
-                f"row_beta={group['row_beta']}; drop it, or use ep=1"
             )
         heights = _heights(group)
         if min(heights) < 1 or shape[int(group["transposed"])] % sum(heights):
@@ -457,26 +413,22 @@ class Muon(AdamW):
             pieces: dict[Tensor, Tensor] = {}
             for some in _some(those, lambda row: row.piece):
                 pieces |= self._momenta(some, factor)
-            results: Iterable[tuple[Tensor, Tensor, Tensor]]
+            results: Iterable[tuple[Tensor, Tensor]]
             if engine is None:
                 results = self._results_alone(pieces)
             else:
                 results = self._owners(engine, dtype, travel).run(pieces, self._results)
             for few in _some(results, lambda result: result[1]):
-                self._apply([(by_param[p], update, squares) for p, update, squares in few])
+                self._apply([(by_param[p], update) for p, update in few])
 
     def _momenta(self, rows: list[Row], factor: Tensor | None) -> dict[Tensor, Tensor]:
         """Update the momenta; returns the inputs of orthogonalize, in the dtype of products."""
         alike: dict[tuple[int, torch.dtype], list[Row]] = {}
         for row in rows:
-            group, state, p = self.param_groups[row.group], self.state[row.param], row.piece
-            wide = torch.promote_types(p.dtype, torch.float32)
-            kept = wide if wide == torch.float64 else self.momentum_dtype
+            state, p = self.state[row.param], row.piece
             if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(p, dtype=kept, requires_grad=False)
-            if group["row_beta"] is not None and "row_second_moment" not in state:
-                n = _matrix_shape(row.param)[int(group["transposed"])]
-                state["row_second_moment"] = torch.zeros(n, dtype=wide, device=p.device)
+                wide = torch.promote_types(p.dtype, torch.float32)
+                state["momentum_buffer"] = torch.zeros_like(p, dtype=wide, requires_grad=False)
             add_master(state, p, self.master_weights)
             alike.setdefault((row.group, p.dtype), []).append(row)
         found: dict[Tensor, Tensor] = {}
@@ -489,26 +441,23 @@ class Muon(AdamW):
             grads = torch._foreach_mul(grads, beta - 1.0 if group["maximize"] else 1.0 - beta)
             buffers = [self.state[row.param]["momentum_buffer"] for row in these]
             # See "Single roundings" above.
-            moved = torch._foreach_mul([buffer.to(wide) for buffer in buffers], beta)
-            torch._foreach_add_(moved, grads)
-            torch._foreach_copy_(buffers, moved)
+            torch._foreach_mul_(buffers, beta)
+            torch._foreach_add_(buffers, grads)
+            moved: Any = buffers
             if group["nesterov"]:
-                torch._foreach_mul_(moved, beta)
+                moved = torch._foreach_mul(buffers, beta)
                 torch._foreach_add_(moved, grads)
             for row, x in zip(these, moved):
                 found[row.param] = x.to(_dtype_of_products(p)).reshape(-1)
         return found
 
-    def _results_alone(
-        self, pieces: dict[Tensor, Tensor]
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _results_alone(self, pieces: dict[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Of parameters without an engine, some at a time."""
         for some in _some(list(pieces), lambda p: p):
-            results = self._results({p: pieces.pop(p) for p in some})
-            yield from ((p, *result) for p, result in results.items())
+            yield from self._results({p: pieces.pop(p) for p in some}).items()
 
-    def _results(self, wholes: dict[Tensor, Tensor]) -> dict[Tensor, tuple[Tensor, Tensor]]:
-        """(the orthogonal factors of a whole parameter, its rows' squares) of each."""
+    def _results(self, wholes: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """The orthogonal factors of whole parameters."""
         alike: dict[tuple, list[tuple[Tensor, Tensor]]] = {}  # by the options of the steps
         for p, whole in wholes.items():
             group, x = self._group_of(p), whole.view(_matrix_shape(p))
@@ -525,35 +474,23 @@ class Muon(AdamW):
                 factors[p].append(factor)
         return {p: self._joined(p, parts) for p, parts in factors.items()}
 
-    def _joined(self, p: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """(a parameter's result, its rows' squares) from its matrices' factors."""
-        group, state = self._group_of(p), self.state[p]
-        squares = parts[0].new_empty(0)
-        if group["row_beta"] is not None:
-            moment = state["row_second_moment"]
-            beta, wide = float(group["row_beta"]), moment.dtype
-            means = torch.cat([part.to(wide).square().mean(1) for part in parts])
-            moment = moment * beta + means * (1.0 - beta)
-            by_part = moment.clamp(min=1e-16).rsqrt().split(self._rows(p))
-            parts = [_rows_scaled(part, by) for part, by in zip(parts, by_part)]
-            squares = moment.view(parts[0].dtype)
+    def _joined(self, p: Tensor, parts: list[Tensor]) -> Tensor:
+        """A parameter's result from its matrices' factors."""
+        group = self._group_of(p)
         first, columns = parts[0].shape
         for i, part in enumerate(parts):  # _apply() scales all as the first
             if len(part) != first:
                 factor = _lr_scale(group, len(part), columns) / _lr_scale(group, first, columns)
                 parts[i] = part * factor
         out = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return (out.t() if group["transposed"] else out).contiguous(), squares
+        return (out.t() if group["transposed"] else out).contiguous()
 
-    def _apply(self, results: list[tuple[Row, Tensor, Tensor]]) -> None:
+    def _apply(self, results: list[tuple[Row, Tensor]]) -> None:
         """Step parameters by their results."""
         alike: dict[tuple[int, torch.dtype], list[tuple[Row, Tensor, Tensor, float]]] = {}
-        for row, update, squares in results:
-            group, state, p = self.param_groups[row.group], self.state[row.param], row.piece
-            if squares.numel():
-                moment = state["row_second_moment"]
-                moment.copy_(squares.view(moment.dtype))
-            values = values_of(p, state)
+        for row, update in results:
+            group, p = self.param_groups[row.group], row.piece
+            values = values_of(p, self.state[row.param])
             columns = _matrix_shape(row.param)[1 - int(group["transposed"])]
             rate = float(group["lr"]) * _lr_scale(group, self._rows(row.param)[0], columns)
             update = update.view(p.shape).to(values.dtype)
@@ -563,11 +500,7 @@ class Muon(AdamW):
             steps: Any = torch._foreach_mul(
                 [update for _, _, update, _ in these], [rate for *_, rate in these]
             )
-            decay = float(group["lr"]) * float(group["weight_decay"])
-            if decay and group["cautious"]:
-                for _, x, update, _ in these:
-                    x.sub_(x * decay * (update * x > 0))
-            elif decay:
+            if decay := float(group["lr"]) * float(group["weight_decay"]):
                 torch._foreach_mul_(all_values, 1.0 - decay)
             torch._foreach_sub_(all_values, steps)
             for row, x, *_ in these:
@@ -589,8 +522,7 @@ class Muon(AdamW):
         ]
         owners = known.get((engine, dtype, travel))
         if owners is None or list(map(id, owners.owner)) != list(map(id, params)):
-            costs = [self._cost(p) for p in params]
-            owners = Owners(engine, params, costs, [self._extra(p) for p in params])
+            owners = Owners(engine, params, [self._cost(p) for p in params])
             known[engine, dtype, travel] = owners
         return owners
 
@@ -609,25 +541,12 @@ class Muon(AdamW):
         unit = _matrix_shape(p)[int(group["transposed"])] // sum(heights)
         return [unit * height for height in heights]
 
-    def _extra(self, p: Tensor) -> int:
-        group = self._group_of(p)
-        if group["row_beta"] is None:
-            return 0
-        wide = torch.promote_types(p.dtype, torch.float32)
-        rows = _matrix_shape(p)[int(group["transposed"])]
-        return rows * wide.itemsize // _dtype_of_products(p).itemsize
-
     # State
 
     def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
         """The whole shape of every entry that a parameter's state may have."""
-        shapes = super().entry_shapes(p)
-        group = self._group_of(p)
-        if group["adamw"]:
-            return shapes
-        whole = whole_shape(p)
-        rows = torch.Size([_matrix_shape(p)[int(group["transposed"])]])
-        return {**shapes, "momentum_buffer": whole, "row_second_moment": rows}
+        own = {} if self._group_of(p)["adamw"] else {"momentum_buffer": whole_shape(p)}
+        return super().entry_shapes(p) | own
 
     def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:
         return super()._required(p, group) if group["adamw"] else [[("momentum_buffer",)]]
@@ -638,14 +557,8 @@ class Muon(AdamW):
         if group["adamw"]:
             return super()._convert_moments(saved, p, group, copy=copy)
         wide = torch.promote_types(p.dtype, torch.float32)
-        kept = wide if wide == torch.float64 else self.momentum_dtype
-        buffer = saved["momentum_buffer"]
-        found = {"momentum_buffer": torch.empty_like(p, dtype=kept, requires_grad=False)}
-        found["momentum_buffer"].copy_(buffer)
-        if "row_second_moment" in saved:
-            rows = saved["row_second_moment"]
-            found["row_second_moment"] = rows.to(p.device, wide, copy=True)
-        return found
+        buffer = torch.empty_like(p, dtype=wide, requires_grad=False)
+        return {"momentum_buffer": buffer.copy_(saved["momentum_buffer"])}
 
 
 def _some(items: Iterable[T], of: Callable[[T], Tensor]) -> Iterator[list[T]]:
@@ -691,14 +604,6 @@ def _matrix_shape(p: Tensor) -> torch.Size:
     if engine is not None and engine.declared is not None:
         shape = engine.declared.along_tp(p)[1]
     return shape if len(shape) == 2 else torch.Size([shape[0] * shape[1], shape[2]])
-
-
-def _rows_scaled(x: Tensor, by: Tensor) -> Tensor:
-    """x with its rows scaled by numbers, rescaled to the norm of x."""
-    wide = x.to(by.dtype)
-    scaled = wide * by[:, None]
-    norms = [row.square().sum(1).sum() for row in (wide, scaled)]
-    return (scaled * (norms[0] / norms[1].clamp(min=1e-30)).sqrt()).to(x.dtype)
 
 
 def muon_groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ Entries of one parameter's state, by the optimizer's options:
     exp_avg_sq_codes, exp_avg_sq_scale    (never under torch's names, which hold values)
     master_weight                         fp32, of a 16-bit parameter
     master_remainder                      int16, the low half of the master of a bf16 parameter
-    momentum_buffer, row_second_moment    of Muon; the second is whole on every rank
+    momentum_buffer                       of Muon
     average                               fp32, of the weights; AveragedWeights
     outer_weight, outer_momentum          fp32, of the outer optimizer; outer_steps: a count; see
                                           axes/replicas.py

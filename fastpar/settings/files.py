@@ -26,16 +26,13 @@ def option(name: str, value: Any = None) -> str:
     return ("--no-" if value is False else "--") + name.replace("_", "-")
 
 
-def check_at_least(
-    who: str, values: Mapping[str, Any], lowest: Mapping[str, float], advice: str | None = None
-) -> None:
+def check_at_least(who: str, values: Mapping[str, Any], lowest: Mapping[str, float]) -> None:
     """Raise ValueError for numbers below `lowest` and infinite ones; None is allowed."""
     for name, low in lowest.items():
         value = values[name]
         if value is not None and not low <= value < math.inf:
             raise ValueError(
-                f"{who}: expected {name} >= {low}, got {name}={value}; "
-                f"{advice or 'set ' + option(name)}"
+                f"{who}: expected {name} >= {low}, got {name}={value}; set {option(name)}"
             )
 
 

@@ -68,12 +68,7 @@ class GPTConfig:
     balance_rate: float = 0.0  # step size of a router bias, instead of the balance loss
 
     def __post_init__(self) -> None:
-        for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"GPTConfig: expected a positive integer, got {name}={value}; set {name} >= 1"
-                )
+        _check_fields(self)
         if self.n_embd % self.n_head and self.head_dim is None:
             raise ValueError(
                 f"GPTConfig: expected n_embd divisible by n_head={self.n_head}, got "
@@ -84,13 +79,7 @@ class GPTConfig:
                 f"GPTConfig: expected 0 <= dropout < 1, got dropout={self.dropout}; "
                 "use 0 to switch dropout off"
             )
-        if not self.layer_norm_eps > 0.0:
-            raise ValueError(
-                "GPTConfig: expected layer_norm_eps > 0, got "
-                f"layer_norm_eps={self.layer_norm_eps}; GPT-2 uses 1e-5"
-            )
         _check_block(self)
-        _check_experts(self)
 
     @property
     def inner(self) -> int:
@@ -174,45 +163,53 @@ ACTIVATIONS = ("gelu", "relu2", "swiglu")
 NORMS = ("layer", "rms")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+# The least value of whole numbers.
+_COUNTS = {
+    **dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size", "vocab_size"), 1),
+    **dict.fromkeys(("n_kv_head", "head_dim", "n_inner"), 1),
+    **{"n_expert": 0, "top_k": 1, "expert_every": 1, "expert_hidden": 1},
+}
+# Numbers that are positive, or not negative, and what is usual.
+_NUMBERS = {
+    "layer_norm_eps": (">", "GPT-2 uses 1e-5"),
+    "rope_theta": (">", "leave it out for learned positions"),
+    "attention_scale": (">", "leave it out for the default"),
+    "expert_capacity": (">", "1.25 is usual, None: no limit"),
+    **dict.fromkeys(("logit_softcap", "balance_loss", "router_z_loss"), (">=", "0: off")),
+    "balance_rate": (">=", "0: off"),
+}
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    **{"norm": NORMS, "activation": ACTIVATIONS},
+    **dict.fromkeys(("norm_weight", "norm_embedding", "bias", "qk_norm", "tied"), (True, False)),
+}
+
+
+def _check_fields(config: GPTConfig) -> None:
+    """Raise ValueError for a field with another type or out of its range."""
+    for field in fields(config):
+        name, value = field.name, getattr(config, field.name)
+        if value is None and field.default is None:
+            continue
+        whole, low = isinstance(value, int) and not isinstance(value, bool), _COUNTS.get(name, 0)
+        if name in _COUNTS and not (whole and value >= low):
+            raise ValueError(
+                f"GPTConfig: expected an integer {name} >= {low}, got {name}={value}; set {name} "
+                f">= {low}"
+            )
+        words = _CHOICES.get(name, ())
+        if words and (type(value), value) not in [(type(word), word) for word in words]:
+            raise ValueError(
+                f"GPTConfig: expected {name} as one of {', '.join(map(str, words))}, got "
+                f"{name}={value!r}; choose one of these"
+            )
+        sign, usual = _NUMBERS.get(name, ("", ""))
+        number = whole or isinstance(value, float)
+        if sign and not (number and (value > 0 or sign == ">=") and 0 <= value < math.inf):
+            raise ValueError(f"GPTConfig: expected {name} {sign} 0, got {name}={value}; {usual}")
 
 
 def _check_block(config: GPTConfig) -> None:
-    """Raise ValueError for fields of the block that contradict each other."""
-    for name, allowed in (("norm", NORMS), ("activation", ACTIVATIONS)):
-        if getattr(config, name) not in allowed:
-            raise ValueError(
-                f"GPTConfig: expected {name} as one of {', '.join(allowed)}, got "
-                f"{name}={getattr(config, name)}; choose one of these"
-            )
-    for name in ("n_kv_head", "head_dim", "n_inner"):
-        value = getattr(config, name)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise ValueError(
-                f"GPTConfig: expected a positive integer, got {name}={value}; set {name} >= 1, or "
-                "leave it out"
-            )
-    for name in ("norm_weight", "norm_embedding", "bias", "qk_norm", "tied"):
-        if not isinstance(getattr(config, name), bool):
-            raise ValueError(
-                f"GPTConfig: expected True or False, got {name}={getattr(config, name)!r}; set one "
-                "of these"
-            )
-    for name in ("rope_theta", "attention_scale"):
-        value = getattr(config, name)
-        if value is not None and not (_is_number(value) and 0.0 < value < math.inf):
-            raise ValueError(
-                f"GPTConfig: expected a number above 0, got {name}={value}; leave it out for the "
-                "default"
-            )
-    if not (_is_number(config.logit_softcap) and 0.0 <= config.logit_softcap < math.inf):
-        raise ValueError(
-            f"GPTConfig: expected logit_softcap >= 0, got logit_softcap={config.logit_softcap}; "
-            "0: off"
-        )
+    """Raise ValueError for fields that contradict each other."""
     if config.n_kv_head is not None and config.n_head % config.n_kv_head:
         raise ValueError(
             f"GPTConfig: expected n_head divisible by n_kv_head={config.n_kv_head}, got "
@@ -228,20 +225,6 @@ def _check_block(config: GPTConfig) -> None:
             "GPTConfig: expected norm=rms with norm_weight=False, got norm=layer; only RMSNorms "
             "come without weights"
         )
-
-
-def _check_experts(config: GPTConfig) -> None:
-    """Raise ValueError for invalid settings of experts, also without experts."""
-    least = {"n_expert": 0, "top_k": 1, "expert_every": 1, "expert_hidden": 1}
-    for name, low in least.items():
-        value = getattr(config, name)
-        if name == "expert_hidden" and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ValueError(
-                f"GPTConfig: expected an integer {name} >= {low}, got {name}={value}; "
-                f"{'0 is a model without experts' if low == 0 else f'set {name} >= {low}'}"
-            )
     if config.n_expert and config.top_k > config.n_expert:
         raise ValueError(
             f"GPTConfig: expected top_k <= n_expert={config.n_expert}, got "
@@ -252,16 +235,6 @@ def _check_experts(config: GPTConfig) -> None:
             f"GPTConfig: expected expert_every <= n_layer={config.n_layer}, got "
             f"expert_every={config.expert_every}; lower it, otherwise no layer has experts"
         )
-    if config.expert_capacity is not None and not config.expert_capacity > 0.0:
-        raise ValueError(
-            "GPTConfig: expected expert_capacity > 0, got "
-            f"expert_capacity={config.expert_capacity}; 1.25 is usual, None: no limit"
-        )
-    for name in ("balance_loss", "router_z_loss", "balance_rate"):
-        if not 0.0 <= getattr(config, name) < math.inf:
-            raise ValueError(
-                f"GPTConfig: expected {name} >= 0, got {name}={getattr(config, name)}; 0: off"
-            )
 
 
 def _nanochat(**sizes: Any) -> GPTConfig:

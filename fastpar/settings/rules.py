@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 from fastpar.settings.files import option, parse_seconds
 from fastpar.settings.mesh import CHUNKS, parse_grid, pp_chunks, pp_split
 from fastpar.settings.model import GPTConfig
-from fastpar.settings.options import FlagsT, TrainFlags
+from fastpar.settings.options import TrainFlags
 
 DEFAULTS: dict[str, Any] = TrainFlags().settings() | {"dp": 1}
-FACTS = {"dp": "data-parallel ranks"}
 COMMANDS = ("train", "plan", "profile", "compare")  # their errors name flags
 
 
@@ -68,8 +67,6 @@ class Term(NamedTuple):
     @property
     def text(self) -> str:
         """The setting in a message, see [Note: spelling]."""
-        if self.name in FACTS:
-            return FACTS[self.name]
         values = () if self.values == ("True",) else self.values
         above = f" above {self.above}" * (self.above is not None)
         return f"<{self.name}{'=' * bool(values)}{'|'.join(values)}>{above}"
@@ -102,15 +99,12 @@ class Needs(NamedTuple):
 
     Args:
         way_out: another remedy than to add the required setting.
-        idle: the setting has no effect without the other. Only the command line refuses that, see
-            without_idle().
     """
 
     one: str
     other: str
     why: str = ""
     way_out: str = ""
-    idle: bool = False
     by: str = ""
 
     def rule(self) -> Rule:
@@ -121,8 +115,7 @@ class Needs(NamedTuple):
             given = all(term.on(value) for term, value in zip(one, values))
             return not given or any(t.on(value) for t, value in zip(other, values[len(one) :]))
 
-        verb = "has no effect without" if self.idle else "needs"
-        says = f"{one[0].text} {verb} {other[0].text}" + f": {self.why}" * bool(self.why)
+        says = f"{one[0].text} needs {other[0].text}" + f": {self.why}" * bool(self.why)
         first = other[0]._replace(values=other[0].values[:1]).text
         way_out = self.way_out or f"add {first}"
         return Rule(names, holds, says, f"{way_out}, or drop <{one[0].name}>", self.by)
@@ -233,6 +226,7 @@ NEEDS: tuple[Needs, ...] = (
     Needs("offload parameters", "zero_stage 3", "only ZeRO 3 frees whole weights on the GPU"),
     Needs("offload_activations", "activation_checkpointing full"),
     Needs("offload_keep_mb", "offload"),
+    Needs("pp_split", "pp"),
     Needs("offload_pinned", "offload or offload_activations"),
     Needs("shard_size", "zero_stage 1 2 3", by="train"),
     Needs("fp8_scaling", "fp8"),
@@ -245,38 +239,6 @@ NEEDS: tuple[Needs, ...] = (
     Needs("secondary_shards", "node_size"),
     Needs("replicas", "outer_every", "", "add <outer_every=50> to synchronize every 50 steps"),
     *(Needs(f"outer_{name}", "outer_every") for name in ("lr", "momentum", "wire")),
-)
-# Settings without effect, unless another setting is on.
-IDLE: tuple[Needs, ...] = (
-    *(Needs(name, "pp", idle=True) for name in ("schedule", "chunks", "pp_split")),
-    Needs("cp_method", "cp", idle=True),
-    Needs("sequence_parallel", "tp or tp_grid", idle=True),
-    Needs("muon_lr", "optimizer muon", idle=True),
-    Needs("betas", "optimizer adamw muon", idle=True),
-    Needs("lr_decay_fraction", "lr_schedule wsd", idle=True),
-    Needs("outer_wire", "replicas", idle=True),
-    *(
-        Needs(name, "dp >1", "", "add ranks to <nproc>", idle=True)
-        for name in ("wire_gradients", "wire_weights", "check_replicas_every", "node_size")
-    ),
-    *(
-        Needs(name, "nproc >1", idle=True)
-        for name in ("reduce_dtype", "bucket_mb", "transport", "max_restarts")
-    ),
-    Needs("shard_size", "shard_size >1", "", "use <zero_stage=0>", idle=True),
-    Needs("keep_every", "save_every >0", idle=True),
-    Needs("save_overlap", "async_save True", idle=True),
-    *(
-        Needs(name, "num_samples >0", idle=True)
-        for name in ("prompt", "max_new_tokens", "temperature", "top_k")
-    ),
-    *(
-        Needs(name, "n_expert or init_from", idle=True)
-        for name in (
-            *("expert_top_k", "expert_every", "expert_hidden", "expert_capacity"),
-            *("balance_loss", "router_z_loss", "balance_rate"),
-        )
-    ),
 )
 RULES: list[Rule] = [
     *_at_least(1, "batch_size", "micro_batch_size", "grad_accum_steps", "max_steps"),
@@ -468,15 +430,6 @@ RULES: list[Rule] = [
         "set it to the ranks per node, or drop <node_size> if there is only one node",
     ),
 ]
-OF_IDLE = tuple(needs.rule() for needs in IDLE) + tuple(
-    Rule(
-        (name, "init_from"),
-        lambda value, source, name=name: source is None or value == DEFAULTS[name],
-        f"<{name}> has no effect with <init_from>",
-        f"drop <init_from>, or <{name}>",
-    )
-    for name in ("model", "n_layer", "n_head", "n_embd")
-)
 
 
 def add_rules(rows: Iterable[Rule | Pair | Needs], defaults: Mapping[str, Any]) -> None:
@@ -566,27 +519,6 @@ def of_shape(shape: GPTConfig) -> dict[str, Any]:
     return {"shape": shape, "n_layer": shape.n_layer, "n_head": shape.n_head}
 
 
-def without_idle(flags: FlagsT, inherited: Collection[str], ranks: int) -> FlagsT:
-    """Refuse settings without effect; return the settings.
-
-    Args:
-        inherited: settings of the run to resume, which may have had another number of ranks: these
-            are reset to their defaults instead.
-        ranks: the total number of ranks.
-    """
-    values = flags.settings()
-    splits = values["replicas"] * values["pp"] * values["tp"]
-    dp = ranks if values["tp_grid"] else ranks // max(1, splits)
-    values |= {"nproc": ranks, "dp": dp}
-    changes = {}
-    for rule in broken("train", values, rules=OF_IDLE):
-        name = rule.names[0]
-        if name not in inherited:
-            raise ValueError(message(rule, "train", values))
-        changes[name] = DEFAULTS[name]
-    return flags.replace(changes)
-
-
 def rules_text() -> str:
     """The table of compatible features and the list of all rules, at most 100 columns wide."""
     pairs = [(pair, tuple(side[0].name for side in pair.sides())) for pair in PAIRS]
@@ -601,7 +533,7 @@ def rules_text() -> str:
                 lines.append(f"{name:25}" + "".join(f"{cell:>12}" for cell in cells))
         lines.append("")
     every = [pair.rule() for pair in PAIRS]
-    every += [rule for rule in (*RULES, *OF_IDLE) if rule[2:] not in {r[2:] for r in every}]
+    every += [rule for rule in RULES if rule[2:] not in {r[2:] for r in every}]
     for i, rule in enumerate(every, 1):
         text = _spelled(f"{i:3}. {rule.says}; {rule.way_out}", "train", {})
         text = re.sub(r"\{(?:\w+\.)*(\w+)\}", r"\1", text)  # names instead of values
@@ -615,15 +547,3 @@ AXES = (
     *("replicas", "n_expert", "fp8", "offload", "compile", "cuda_graphs"),
 )
 _NARROW = {"cuda_graphs": "graphs"}
-
-_STALE = re.compile("async|hogwild|parameter.?server|ps$|pipedream", re.IGNORECASE)
-
-
-def check_synchronous(caller: str, what: str, value: str, instead: str) -> None:
-    """Refuse names of asynchronous training, which applies gradients to newer weights."""
-    if _STALE.match(value):
-        raise ValueError(
-            f"{caller}: expected a synchronous {what}, got {what}={value!r}; use {instead}: "
-            "asynchronous training was slower and reached a worse loss, see "
-            "bench/results/parameter_server.md"
-        )

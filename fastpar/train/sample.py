@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fastpar.data import tokenizer as tokenizers
 from fastpar.data.tokenizer import Tokenizer
-from fastpar.files.plain_files import shown
 from fastpar.models.gpt import GPT, nothing_read
 from fastpar.models.hf import check_whole
 from fastpar.settings.options import SampleSettings
@@ -28,7 +27,7 @@ def generate(
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
-    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    generator: torch.Generator | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[Tensor]:
     """Continue each row of idx token by token, without dropout, as an iterator.
@@ -38,44 +37,19 @@ def generate(
 
     Args:
         idx: [B, T] int64, T >= 1. The model reads at most the last block_size tokens.
-        max_new_tokens: >= 0.
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: draw from the k most likely tokens only.
-        generator: one CPU generator, or one per row; None: torch's default generator. Tokens are
-            drawn on the CPU for every device.
+        max_new_tokens, temperature, top_k: as the rules of SampleSettings allow; temperature
+            divides the logits, 0 takes the most likely token; top_k None: draw from all.
+        generator: a CPU generator; None: torch's default. Tokens are drawn on the CPU for every
+            device.
         vocab_size: draw from the first vocab_size tokens only, if the tokenizer has fewer than the
             model.
     Returns:
         An iterator of max_new_tokens tensors [B] int64 on idx's device. Padding of the vocabulary
         is never drawn.
     Raises:
-        ValueError: an argument outside the above.
+        ValueError: a model of which this rank has a part.
     """
     check_whole("generate", model)
-    if idx.dim() != 2 or idx.shape[1] < 1:
-        raise ValueError(
-            f"generate: expected idx [B, T] with T >= 1, got idx.shape={list(idx.shape)}; "
-            "pass at least one token"
-        )
-    if max_new_tokens < 0:
-        raise ValueError(
-            f"generate: expected max_new_tokens >= 0, got max_new_tokens={max_new_tokens}; "
-            "set the number of tokens to generate"
-        )
-    if not 0.0 <= temperature < float("inf"):
-        raise ValueError(
-            f"generate: expected 0 <= temperature < inf, got temperature={temperature}; "
-            "0 is greedy, 1 the model's own distribution"
-        )
-    if top_k is not None and top_k < 1:
-        raise ValueError(
-            f"generate: expected top_k >= 1, got top_k={top_k}; drop it to draw from all"
-        )
-    if isinstance(generator, Sequence) and len(generator) != len(idx):
-        raise ValueError(
-            f"generate: expected one generator or one for each of {len(idx)} rows, got "
-            f"{len(generator)}; pass one per row"
-        )
     return _tokens(
         model, idx[:, -model.config.block_size :], max_new_tokens, vocab_size,
         partial(_draw, temperature=temperature, top_k=top_k, generator=generator),
@@ -108,7 +82,7 @@ def _draw(
     logits: Tensor,
     temperature: float,
     top_k: int | None,
-    generator: torch.Generator | Sequence[torch.Generator] | None,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """Draw tokens [B] from logits [B, V]."""
     if temperature == 0.0:
@@ -119,8 +93,6 @@ def _draw(
         top = logits.topk(min(top_k, logits.shape[-1])).indices
         logits = torch.full_like(logits, -torch.inf).scatter(-1, top, logits.gather(-1, top))
     likely = logits.softmax(dim=-1)
-    if isinstance(generator, Sequence):
-        return torch.cat([torch.multinomial(p, 1, generator=g) for p, g in zip(likely, generator)])
     return torch.multinomial(likely, 1, generator=generator)[:, 0]
 
 
@@ -161,24 +133,17 @@ def sample(
 ) -> Iterator[str]:
     """Generate texts as a stream: for each prompt, num_samples times the prompt and continuation.
 
-    Text i has its own generator, seeded by seed + i, so it does not depend on the other texts. The
-    texts of a prompt are computed as one batch; the first one is streamed, the others follow.
+    Text i has its own generator, seeded by seed + i, so it does not depend on the other texts.
     Tokens that only pad the vocabulary (nanoGPT's 50304) are never drawn. Without a prompt, the
     text starts with a newline.
 
     Args:
         say: called with a message about a prompt longer than the context.
     Raises:
-        ValueError: a prompt without tokens or not in UTF-8; see generate().
+        ValueError: a prompt without tokens; see generate().
     """
-    first, size = seed, model.config.block_size
+    number, size = seed, model.config.block_size
     for prompt in settings.prompt or (_free_prompt(tokenizer),):
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:  # as read from a terminal or a setting
-            raise ValueError(
-                f"sample: expected a prompt in UTF-8, got prompt={shown(prompt)}; correct it"
-            ) from None
         ids = tokenizer.encode(prompt or _free_prompt(tokenizer))
         if not ids:
             raise ValueError(
@@ -187,34 +152,21 @@ def sample(
             )
         if say and len(ids) > size:
             say(f"the prompt has {len(ids)} tokens; the model reads only the last {size}")
-        if not settings.num_samples:
-            continue
-        device = model.wte.weight.device
-        idx = torch.tensor([ids] * settings.num_samples, dtype=torch.int64, device=device)
-        seeds = range(first, first + settings.num_samples)
-        stream = generate(
-            model,
-            idx,
-            settings.max_new_tokens,
-            temperature=settings.temperature,
-            top_k=settings.top_k or None,
-            generator=[torch.Generator("cpu").manual_seed(number) for number in seeds],
-            vocab_size=tokenizer.vocab_size,
-        )
-        drawn: list[list[int]] = []  # by step, a token of each text
-        for row, number in enumerate(seeds):
+        idx = torch.tensor([ids], dtype=torch.int64, device=model.wte.weight.device)
+        for _ in range(settings.num_samples):
+            tokens = generate(
+                model,
+                idx,
+                settings.max_new_tokens,
+                temperature=settings.temperature,
+                top_k=settings.top_k or None,
+                generator=torch.Generator("cpu").manual_seed(number),
+                vocab_size=tokenizer.vocab_size,
+            )
             yield SEPARATOR * (number > seed) + prompt
-            yield from stream_text(_row(row, stream, drawn), tokenizer.decode, ids[-1:])
+            yield from stream_text((int(token) for token in tokens), tokenizer.decode, ids[-1:])
             yield "\n"
-        first += settings.num_samples
-
-
-def _row(row: int, stream: Iterator[Tensor], drawn: list[list[int]]) -> Iterator[int]:
-    """Tokens of a row; those of the first one as the stream yields them."""
-    yield from [tokens[row] for tokens in drawn]
-    for tokens in stream:
-        drawn.append(tokens.tolist())
-        yield drawn[-1][row]
+            number += 1
 
 
 def _free_prompt(tokenizer: Tokenizer) -> str:

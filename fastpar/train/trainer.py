@@ -92,8 +92,7 @@ from fastpar._version import __version__
 from fastpar.axes.pipeline import stage_layers
 from fastpar.axes.replicas import Outer, agree_on_requests
 from fastpar.axes.step import Setup
-from fastpar.checkpoint.manifest import STATE
-from fastpar.checkpoint.restore import load_checkpoint, naming_damaged_file, read_run_state
+from fastpar.checkpoint.restore import load_checkpoint, read_run_state
 from fastpar.checkpoint.saver import Result, Saver, try_folder
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.ranks import threads_per_rank
@@ -102,7 +101,7 @@ from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
 from fastpar.data.batches import eval_batches, sample_batch, to_device
 from fastpar.data.sources import Tokens
 from fastpar.doctor.doctor import prove_before_training
-from fastpar.engine.control import broadcast_text, gather_numbers, prove_together
+from fastpar.engine.control import broadcast_text, prove_together
 from fastpar.engine.engine import Engine, engine_of
 from fastpar.engine.pipeline_step import pipeline_loss, pipeline_step
 from fastpar.files.runs import checkpoint_folder, release
@@ -137,8 +136,7 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
     Ranks: all, with the same settings; creates the process group from torchrun's environment.
     Raises:
         ValueError: settings do not fit each other, the text, the machine or the run on disk.
-        RuntimeError: the loss is not finite; the last checkpoint could not be written; cuBLAS was
-            used before a deterministic run.
+        RuntimeError: the loss is not finite; the last checkpoint could not be written.
     """
     if int(os.environ.get("RANK", "0")) == 0:
         check_out(config)
@@ -147,7 +145,7 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
     if system.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("train: expected a GPU for device=cuda, got none; use --device cpu")
     if config.parallel.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # see _check_cublas
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # oneDNN reads it at its first product. With AMX, 16-bit products depend on the threads.
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
     timeout_s = parse_seconds(config.faults.timeout)
@@ -167,20 +165,6 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
         release()
 
 
-def _check_cublas(device: torch.device) -> None:
-    """Refuse a process in which cuBLAS has run before its variable, read only once, was set."""
-    x = torch.ones(1, 1, device=device, dtype=torch.float32)
-    try:
-        torch.mm(x, x)
-    except RuntimeError as error:
-        if "CUBLAS_WORKSPACE_CONFIG" not in str(error):
-            raise
-        raise RuntimeError(
-            "train: cuBLAS was used before --deterministic could set it up; start the process with "
-            "CUBLAS_WORKSPACE_CONFIG=:4096:8"
-        ) from error
-
-
 def _train(config: TrainConfig, mesh: Mesh, run: Callable[[Trainer], int]) -> int:
     if mesh.device.type == "cpu":
         keep_freed_memory()
@@ -188,8 +172,6 @@ def _train(config: TrainConfig, mesh: Mesh, run: Callable[[Trainer], int]) -> in
         torch.use_deterministic_algorithms(config.parallel.deterministic)
         # Otherwise torch fills all new memory with NaN, which every op overwrites anyway.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        if config.parallel.deterministic:
-            _check_cublas(mesh.device)
     settings = {k: v for k, v in config.settings().items() if k not in ("nproc", "threads")}
     versions = [f"fastpar {__version__}", f"torch {torch.__version__}"]
     mesh.check_same("train", [*versions, *(f"{name}={value}" for name, value in settings.items())])
@@ -292,15 +274,14 @@ class Trainer:
         if state["dtype"] != self.setup.dtype:
             self.changed += f"\nchanged  format of weights {state['dtype']} -> {self.setup.dtype}"
         start.check_samples(state, checkpoint, self.config, self.data)
-        with naming_damaged_file(checkpoint / STATE):
-            self.step = state["step"]
-            self.next_sample, self.tokens = state["next_sample"], state["tokens"]
-            set_rng_state(state["rng"])
-            restore_scales(self.model, state)
-            if self.loss_scale is not None and state["loss_scale"] is not None:
-                self.loss_scale.load_state_dict(state["loss_scale"])
-            if "guards" in state:  # not in checkpoints of earlier versions
-                self.guards.skipped = int(state["guards"]["skipped"])
+        self.step = state["step"]
+        self.next_sample, self.tokens = state["next_sample"], state["tokens"]
+        set_rng_state(state["rng"])
+        restore_scales(self.model, state)
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+        if "guards" in state:  # not in checkpoints of earlier versions
+            self.guards.skipped = int(state["guards"]["skipped"])
 
     def run(self) -> int:
         """Train to the end or until something stops it; return the exit status. Closes the mesh."""
@@ -681,20 +662,16 @@ class RunSaves:
         self.requested = False
         self.signals.clear()
         began = time.perf_counter()
-        if saver.unsettled:
-            if saver.overlap == "skip" and any(gather_numbers(self.engine, float(saver.busy))):
-                self.journal.note(
-                    step,
-                    "save skipped: the previous one is still running (--save-overlap skip)",
-                    save_skipped=1,
-                )
-                return
+        if saver.overlap == "wait":
             self.settle()
-        waited = time.perf_counter()
-        saver.save(step, state)
+        waited, before = time.perf_counter(), saver.last
+        if not saver.save(step, state):
+            text = "save skipped: the previous one is still running (--save-overlap skip)"
+            self.journal.note(step, text, save_skipped=1)
+            return
         self._waited_ms = (waited - began) * 1e3
         self._pause_ms = (time.perf_counter() - waited) * 1e3
-        if not saver.unsettled and saver.last is not None:  # not asynchronous
+        if saver.last is not None and saver.last is not before:
             self._report(saver.last)
         self.journal.start_clock()
 

@@ -149,7 +149,7 @@ def test_buffers_in_16_bits_and_flops_of_active_experts():
 
 
 BAD = {
-    "n_expert": (-1, "an integer n_expert >= 0, got n_expert=-1; 0 is a model without experts"),
+    "n_expert": (-1, "an integer n_expert >= 0, got n_expert=-1; set n_expert >= 0"),
     "expert_every": (3, "expert_every <= n_layer=2, got expert_every=3"),
     "expert_hidden": (0, "an integer expert_hidden >= 1, got expert_hidden=0"),
     "balance_loss": (-1.0, "balance_loss >= 0, got balance_loss=-1.0; 0: off"),

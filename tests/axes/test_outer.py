@@ -223,13 +223,6 @@ def other_settings():
     Outer(adamw(parallelize(net(), mesh)), every=2 + mesh.replica)
 
 
-def twice():
-    """Each would average what the other has just moved."""
-    opt = adamw(net())
-    Outer(opt, every=2)
-    Outer(opt, every=3)
-
-
 def group_added_later():
     """Its parameters would never be averaged."""
     mesh = Mesh(replicas=2)
@@ -250,7 +243,6 @@ REFUSED = [
     (outer(every=4, momentum=1.0), r"expected momentum in \[0, 1\), got momentum=1.0"),
     (outer(every=4, wire="int2"), r"expected wire to be one of fp32, bf16.*got wire=int2"),
     (two_engines, r"expected one engine, got 2; build an"),
-    (twice, r"Outer: expected an optimizer without an Outer, got one of every=2; make one"),
     (group_added_later, r"had 1 parameters when Outer was made, and now has .*; add all"),
     (other_settings, r"replicas differ: 'every=3 lr=0.7 .*' on replica 1, "
      r"'every=.* on replica 0; start"),

@@ -6,7 +6,6 @@ import re
 import shutil
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from fastpar.checkpoint.reader import newest_checkpoint, verify_checkpoint
 from fastpar.checkpoint.restore import (
     load_checkpoint,
     load_weights,
-    naming_damaged_file,
     read_run_state,
     read_state,
 )
@@ -315,26 +313,18 @@ def test_a_run_instead_of_its_checkpoint(tmp_path):
 
 
 def test_a_model_in_a_wrapper(tmp_path):
-    """The names of torch.compile and DDP are named, also where nothing would be loaded."""
+    """Nothing would be loaded, which strict=False refuses too."""
     plain = make(steps=0)[0]
-
-    class Wrapped(nn.Module):
-        def __init__(self, name):
-            super().__init__()
-            self.add_module(name, make(steps=0)[0])
-
-    paths = {
-        name: save(tmp_path / (name or "plain"), (Wrapped(name) if name else plain, None))
-        for name in ("", "module", "_orig_mod")
-    }
-    for name, advice in (("module", "DistributedDataParallel .*"), ("_orig_mod", "torch.compile")):
-        words = rf"the names differ by '{name}\.' of {advice}; save and load .* model.{name}"
-        for path, model in ((paths[name], plain), (paths[""], Wrapped(name))):
-            for strict in (True, False):
-                with pytest.raises(ValueError, match=words):
-                    load_checkpoint(path, model=model, strict=strict)
-    with pytest.raises(ValueError, match=r"no transformer\.wte\.weight; load it into the same"):
-        load_checkpoint(save(tmp_path, (nn.Linear(2, 2), None)), model=Wrapped("inner").inner)
+    wrapped = nn.ModuleDict({"module": make(steps=0)[0]})
+    for saved, model, name in (
+        (wrapped, plain, "transformer.wte.weight"),
+        (plain, wrapped, "module.wte.weight"),
+    ):
+        path = save(tmp_path / name, (saved, None))
+        for strict in (True, False):
+            words = rf"got no {name}; load it into the same model, without a wrapper whose name"
+            with pytest.raises(ValueError, match=words):
+                load_checkpoint(path, model=model, strict=strict)
 
 
 def linear(**options):
@@ -404,21 +394,10 @@ def test_ranks_that_split_a_model_refuse_together(tmp_path):
     assert not list_checkpoints(tmp_path)
 
 
-@sweep(
-    ["content", "problem"],
-    [
-        (b"[1]", "not a JSON object but list"),
-        (b"{}", "step=None"),
-        (b'{"step": true}', "step=True"),
-        (b'{"step": 1, "model": 3}', "argument after .* must be a mapping"),
-        (b'{"step": 1, "model": {"rank": 3}}', "unexpected keyword argument 'rank'"),
-        (b'{"step": 1, "model": {"n_layer": "3"}}', "positive integer, got n_layer=3"),
-    ],
-)
-def test_a_state_that_makes_no_sense(content, problem, tmp_path):
-    (tmp_path / "trainer_state.json").write_bytes(content)
-    text = r"read_state: expected the state of a run, got .*trainer_state.json \(.*"
-    with pytest.raises(ValueError, match=text + problem):
+def test_a_state_that_is_none(tmp_path):
+    (tmp_path / "trainer_state.json").write_bytes(b"[1]")
+    words = r"the state of a run, got .*trainer_state.json \(not a JSON object but list\); the"
+    with pytest.raises(ValueError, match=words):
         read_state(tmp_path)
 
 
@@ -432,17 +411,11 @@ def test_a_state_of_another_program(tmp_path):
         text = rf"read_run_state: expected a checkpoint of fastpar train, got {name}=None in .*json"
         with pytest.raises(ValueError, match=text):
             read_run_state(tmp_path)
-    for error in (KeyError("rng"), TypeError("x"), RuntimeError("RNG state is wrong size")):
-        words = pytest.raises(ValueError, match=r"got file \(.*(rng|x|wrong size)")
-        with words, naming_damaged_file(Path("file")):  # fields that are used later
-            raise error
 
 
 @sweep(
     ["state", "problem"],
     [
-        ({"a": [{1: 2}]}, "expected names that are strings in a state, got 1; convert it"),
-        ({None: 2}, "expected names that are strings in a state, got None; convert it"),
         ({"step": 7}, "expected a state without key 'step', which save.. adds; rename"),
         ({"model": "x"}, "expected a state without key 'model'"),
         ({"x": "a" * (1 << 25)}, r"can be read back, got 33\d+ bytes; save large"),

@@ -9,14 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from manifest_cells import reseal
 from nanogpt_cells import ARGS, NanoGPT, weights, write
 from safetensors.torch import load_file, save_file
 from saved import same_weights
 
 from fastpar import GPT, AdamW, GPTConfig
-from fastpar.checkpoint.commands import examine, export_weights, find_folders, verify
-from fastpar.checkpoint.manifest import MANIFEST, digest_of
+from fastpar.checkpoint.commands import export_weights, find_folders, verify
+from fastpar.checkpoint.manifest import MANIFEST
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.cli import main
@@ -79,38 +78,22 @@ def test_a_sound_run(run):
     assert "  other files: 'notes'" in said(verify, run / "latest")[1]
 
 
-def test_damage_is_named_and_another_checkpoint_offered(run):
-    first, second, third = find_folders("f", run)
+def test_damage_is_named(run):
+    _, second, third = find_folders("f", run)
     flip(third / "model.safetensors")
     flip(second / MANIFEST, 100)
-    for folder, offered in ((run, first), (run / "latest", first.resolve())):
-        sound, lines = said(verify, folder)
-        assert not sound
-        assert lines[-1] == f"use {offered}, the newest undamaged checkpoint"
-    lines = said(verify, run)[1]
+    assert not said(verify, run / "latest")[0]
+    sound, lines = said(verify, run)
+    assert not sound
     for folder, words in (
         (third, r"  model.safetensors \(other content in transformer\."),
         (second, r"  read_manifest: .*manifest.json \("),
     ):
         assert re.match(words, lines[lines.index(f"{folder}: DAMAGED") + 1])
-    shutil.rmtree(first)
-    assert said(verify, run)[1][-1] == "the run has no undamaged checkpoint"
-
-
-def test_a_config_of_another_model_is_said(run):
-    folder = find_folders("f", run)[0]
-    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": 130, "n_layer": 3}
-    raw = json.dumps(config).encode()
-    (folder / "config.json").write_bytes(raw)
-    entry = {"size": len(raw), "digest": digest_of(raw), "head": len(raw)}
-    reseal(folder, lambda content: content["files"].__setitem__("config.json", entry))
-    damage = examine(folder).damage
-    assert "transformer.wte.weight of shape [131, 16], config.json has [130, 16]" in damage
-    assert "transformer.h.2.ln_1.weight of shape None, config.json has [16]" in damage
 
 
 def test_folders_of_transformers(tmp_path):
-    """There are no checksums; another model is said, and no damage."""
+    """There are no checksums."""
     model, hf = GPT(CONFIG, seed=1), tmp_path / "hf"
     save_hf(model, hf, max_shard_bytes=9000)
     sound, lines = said(verify, hf)
@@ -122,22 +105,6 @@ def test_folders_of_transformers(tmp_path):
     sound, lines = said(verify, hf)
     assert not sound
     assert re.search(rf"{path.name} \(\d+ bytes instead of \d+\)", lines[1])
-    head = {"lm_head.weight": model.wte.weight.detach()[:131].clone()}
-    scores = {"architectures": ["GPT2ForSequenceClassification"]}
-    for name, change, tensors in (
-        ("tied", {}, {**head, "transformer.h.0.attn.bias": torch.ones(1)}),
-        ("untied", {"tie_word_embeddings": False}, {"lm_head.weight": torch.rand(131, 16)}),
-        ("scores", scores, {"score.weight": torch.rand(3, 16)}),
-        ("llama", {"model_type": "llama"}, {}),
-    ):
-        folder = tmp_path / name
-        save_hf(model, folder)
-        config, weights = folder / "config.json", folder / "model.safetensors"
-        config.write_text(json.dumps(json.loads(config.read_text()) | change))
-        save_file(load_file(weights) | tensors, weights)
-        report = examine(folder)
-        assert report.damage == [], name
-        assert ("not compared" in report.facts[0]) == bool(change), name
 
 
 def test_folders_that_are_none(tmp_path, monkeypatch):

@@ -172,14 +172,12 @@ def test_a_foreign_tokenizer_keeps_its_end_of_text(tmp_path):
         ("bpe-256", [TEXT], r"expected bpe-N with 257 <= N <= 1000000, got tokenizer=bpe-256"),
         ("bpe-2000000", [TEXT], r"got tokenizer=bpe-2000000"),
         ("/no/such/folder", [TEXT], r"got tokenizer=/no/such/folder"),
-        ("chars", None, "texts to train on, got name=chars and texts="),
-        ("bpe-300", None, "texts to train on, got name=bpe-300 and texts="),
         ("chars", [], "at least one character, got chars=''"),
     ],
 )
 def test_names_and_texts_that_are_refused(name, texts, message):
     with pytest.raises(ValueError, match=message):
-        make_tokenizer(name, *([] if texts is None else [texts]))
+        make_tokenizer(name, texts)
 
 
 def test_damaged_folder(tmp_path):
@@ -350,9 +348,9 @@ def test_it_is_a_tokenizer(tmp_path):
     assert tokenizer_of_weights(tmp_path / "a" / "ckpt.pt", 65) == str(path)
 
 
-def test_nanogpts_data_is_characters(tmp_path):
+def test_nanogpts_data_is_characters(tmp_path, capsys):
     def load(source):
-        return load_data(str(source), cache_dir=tmp_path / "cache", progress=False)
+        return load_data(str(source), cache_dir=tmp_path / "cache", progress=True)
 
     folder = tmp_path / "char"
     write(folder, meta_of())
@@ -363,7 +361,8 @@ def test_nanogpts_data_is_characters(tmp_path):
         data = load(source)
         assert data.tokenizer.decode(data.train[:7]) == CHARS
         assert (data.tokenizer.name, data.vocab_size) == ("chars", len(CHARS))
-        assert data.notes == (f"char: {len(CHARS)} characters, from its meta.pkl",)
+        said = f"fastpar: char: {len(CHARS)} characters, from its meta.pkl\n"
+        assert said in capsys.readouterr().err
     write(folder, meta_of("abc"))
     with pytest.raises(ValueError, match=r"ids below 3, .* tokenizer chars, got id=6"):
         load(folder)

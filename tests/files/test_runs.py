@@ -10,11 +10,9 @@ import pwd
 import re
 import signal
 import socket
-import stat
 import struct
 import subprocess
 import sys
-import tempfile
 import termios
 import threading
 import time
@@ -220,12 +218,6 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError) as error:
         plain_files.open_plain("none")
     assert plain_files.reason(error.value) == "no such file"
-    # Also one put in place of the one looked at.
-    looked_at = os.stat("file")
-    monkeypatch.setattr("fastpar.files.plain_files.os.stat", lambda *a, **k: looked_at)
-    for name, words in (("pipe", "not a regular file"), ("link", "symbolic links")):
-        with pytest.raises(OSError, match=words):
-            plain_files.open_plain(name)
 
 
 def test_what_is_not_an_object(tmp_path):
@@ -253,36 +245,14 @@ def test_what_is_not_an_object(tmp_path):
     assert len(plain_files.shown("x" * 1000)) == 80
 
 
-def test_a_user_without_a_home(tmp_path, monkeypatch):
+def test_a_user_without_a_home(monkeypatch):
     """As in a container that runs under a number: neither HOME nor an entry in passwd."""
     for name in ("HOME", "XDG_CACHE_HOME", "FASTPAR_PROOFS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", mock.Mock(side_effect=KeyError))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    cache = tmp_path / f"fastpar-{os.getuid()}"
-    assert cache_folder(None) == plain_files.user_cache() == cache
-    assert proofs_folder() == cache / "proofs"
-    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    cache.chmod(0o755)  # of an earlier version
-    assert stat.S_IMODE(proofs_folder().parent.stat().st_mode) == 0o700
-
-    def refused(words):
-        for folder in (plain_files.user_cache, proofs_folder, partial(cache_folder, None)):
-            with pytest.raises(
-                ValueError, match=rf"user_cache: expected a folder that .* {words};"
-            ):
-                folder()
-
-    cache.chmod(0o770)
-    refused("with mode drwxrwx---")
-    cache.chmod(0o700)
-    mine = os.getuid()
-    with monkeypatch.context() as patch:  # a folder that another user made before
-        patch.setattr(os, "getuid", lambda: mine + 1)
-        cache.rename(tmp_path / f"fastpar-{mine + 1}")
-        refused(f"of user {mine} with mode drwx------")
-    cache.symlink_to(tmp_path, target_is_directory=True)
-    refused("with mode l.*")
+    for folder in (plain_files.user_cache, proofs_folder, partial(cache_folder, None)):
+        with pytest.raises(ValueError, match="user_cache: expected a home folder, got none; set"):
+            folder()
     monkeypatch.setenv("HOME", "/h")
     assert plain_files.user_cache() == Path("/h/.cache/fastpar")
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")

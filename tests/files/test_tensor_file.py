@@ -76,25 +76,23 @@ OK = torch.zeros(2)
 
 
 @pytest.mark.parametrize(
-    ("specs", "written", "message"),
+    ("specs", "written", "error"),
     [
-        ({"a": SPEC}, [("b", OK)], r"write: expected a tensor that is left, got 'b' of dtype=torc"),
-        ({"a": SPEC}, [("a", torch.zeros(3))],
-         r"write: expected Spec\(dtype=torch.float32, shape=\[2\]\), got 'a' .*=\[3\]"),
-        ({"a": SPEC}, [("a", OK.half())], r"got 'a' of dtype=torch.float16, shape=\[2\]; write ea"),
-        ({"a": SPEC, "b": SPEC}, [("a", OK)] * 2, r"write: expected a tensor that is left, got 'a"),
-        ({"a": SPEC, "b": SPEC}, [("a", OK)],
-         r": expected all of 2 tensors, got none for 'b'; write each tensor once"),
-        ({"a": Spec(torch.complex128, [2])}, [], r"safetensors, got dtype=torch.complex128 for"),
+        ({"a": SPEC}, [("b", OK)], KeyError),
+        ({"a": SPEC}, [("a", torch.zeros(3))], AssertionError),
+        ({"a": SPEC}, [("a", OK.half())], AssertionError),
+        ({"a": SPEC, "b": SPEC}, [("a", OK)] * 2, KeyError),
+        ({"a": SPEC, "b": SPEC}, [("a", OK)], AssertionError),
+        ({"a": Spec(torch.complex128, [2])}, [], ValueError),
     ],
-)  # fmt: skip
-def test_each_tensor_once_and_as_announced(tmp_path, specs, written, message):
+)
+def test_each_tensor_once_and_as_announced(tmp_path, specs, written, error):
     def write():
         with TensorFile(tmp_path / "a", specs) as file:
             for name, tensor in written:
                 file.write(name, tensor)
 
-    with pytest.raises(ValueError, match=f"TensorFile.*{message}"):
+    with pytest.raises(error):
         write()
 
 

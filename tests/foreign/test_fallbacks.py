@@ -322,7 +322,7 @@ def test_forwards_replaced_in_classes_are_left(holder, name, kind, monkeypatch):
 
 @sweep("first", [True, False])
 def test_a_function_registered_for_sdpa(first):
-    """Before the patch the attention is left, after it the calls fall back."""
+    """Before the patch or after it: calls fall back."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     own = doubled(sdpa_attention_forward)
@@ -331,9 +331,8 @@ def test_a_function_registered_for_sdpa(first):
             transformers.AttentionInterface.register("sdpa", own)
         theirs, ours, report = pair(lambda: gpt2("D8").double().eval())
         transformers.AttentionInterface.register("sdpa", own)
-        assert ("GPT2Attention" in report.replaced) is not first
         assert_same_logits(ours, theirs, use_cache=False)
-        assert bool(report.fallbacks) is not first
+        assert report.fallbacks
     finally:
         transformers.AttentionInterface.register("sdpa", sdpa_attention_forward)
     assert_same_logits(ours, theirs, use_cache=False)

@@ -484,7 +484,6 @@ REFUSED = [
     ({"layers.*.up": "column", "layers.0.*": "row"}, mine, r"one pattern of .*0\.\*'; make one"),
     ({"head": "colunm"}, mine, STYLE),
     ({"head": Column}, mine, STYLE),
-    ("gpt3", mine, r"a mapping or one of gpt2, nanogpt, got tp_plan=gpt3; pass \{pattern"),
     ({"norm": "column"}, mine, r"nn\.Linear .* got norm=LayerNorm; remove it from tp_plan, or use"),
     (without(PLAN, "layers.*.gain"), mine, r"got none for 'layers\.0\.gain' next .*: Shard, Repl"),
     (without(TOKENS, "head"), mine, r"no pattern for 'head\.weight'; add Tokens\(\) for its modu"),

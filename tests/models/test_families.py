@@ -157,10 +157,10 @@ CONTRADICTIONS = [
     ({"rope_theta": 0.0}, "rope_theta=0.0"),
     ({"attention_scale": float("inf")}, "attention_scale=inf"),
     ({"n_inner": 2.5}, "n_inner=2.5"),
-    ({"rope_theta": "1e4"}, "a number above 0, got rope_theta=1e4"),
-    ({"attention_scale": True}, "a number above 0, got attention_scale=True"),
+    ({"rope_theta": "1e4"}, "rope_theta > 0, got rope_theta=1e4"),
+    ({"attention_scale": True}, "attention_scale > 0, got attention_scale=True"),
     ({"logit_softcap": None}, "logit_softcap >= 0, got logit_softcap=None"),
-    ({"bias": "no"}, "True or False, got bias='no'"),
+    ({"bias": "no"}, "bias as one of True, False, got bias='no'"),
 ]
 
 

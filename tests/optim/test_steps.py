@@ -403,10 +403,9 @@ def test_grad_scaler_takes_fp16_gradients():
 def test_master_weights_follow_the_fp32_run(make, dtype):
     """And a remainder is as good as a master, where there is one."""
     half, single, short = build(dtype), build(dtype).float(), build(dtype)
-    options = {"beta1": 0.9} if make is adafactor else {}
     pairs = [(half, True), (single, False)]
     pairs += [(short, "remainder")] * (dtype == BF16 and make is not muon)
-    optimizers = [make(m.parameters(), master_weights=kind, **options) for m, kind in pairs]
+    optimizers = [make(m.parameters(), master_weights=kind) for m, kind in pairs]
     for step in range(6):
         for (model, _), optimizer in zip(pairs, optimizers):
             put_gradients(half, step)
@@ -690,10 +689,6 @@ def test_the_loss_scale_grows_after_finite_steps_halves_on_overflow_and_has_limi
     b.load_state_dict(a.state_dict())
     assert updated(a, False) == updated(b, False) == 8.0
     assert a.state_dict() == b.state_dict()
-    for value in (0.0, math.nan, 2.0**40):
-        words = r"expected a scale in \[1\.0, 16777216\.0\], got scale="
-        with pytest.raises(ValueError, match=words):
-            b.load_state_dict({"scale": value, "finite_steps": 0})
 
 
 def between_steps(optimizer, step):

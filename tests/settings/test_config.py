@@ -59,9 +59,9 @@ def test_settings_have_one_name_each_and_go_there_and_back():
 
 
 SHAPES = [
-    ({"n_layer": 0}, r"expected a positive integer, got n_layer=0; set n_layer >= 1"),
-    ({"block_size": True}, r"GPTConfig: expected a positive integer, got block_size=True"),
-    ({"vocab_size": 2.5}, r"GPTConfig: expected a positive integer, got vocab_size=2.5"),
+    ({"n_layer": 0}, r"expected an integer n_layer >= 1, got n_layer=0; set n_layer >= 1"),
+    ({"block_size": True}, r"GPTConfig: expected an integer block_size >= 1, got block_size=True"),
+    ({"vocab_size": 2.5}, r"GPTConfig: expected an integer vocab_size >= 1, got vocab_size=2.5"),
     ({"n_embd": 100, "n_head": 3}, r"expected n_embd divisible by n_head=3, got n_embd=100"),
     ({"dropout": 1.0}, r"GPTConfig: expected 0 <= dropout < 1, got dropout=1.0"),
     ({"layer_norm_eps": 0.0}, r"expected layer_norm_eps > 0, got layer_norm_eps=0.0"),

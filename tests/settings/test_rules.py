@@ -12,7 +12,6 @@ from fastpar.settings.options import TrainFlags
 from fastpar.settings.rules import (
     DEFAULTS,
     NEEDS,
-    OF_IDLE,
     PAIRS,
     RULES,
     Needs,
@@ -20,7 +19,6 @@ from fastpar.settings.rules import (
     broken,
     check,
     known,
-    without_idle,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -123,17 +121,6 @@ def test_what_ranks_know(facts, message):
         check("parallelize", facts)
 
 
-IDLE_VALUES = {
-    **{"schedule": "gpipe", "chunks": 2, "pp_split": "4", "cp_method": "keys", "muon_lr": 0.1},
-    **{"sequence_parallel": False, "betas": (0.8, 0.9), "lr_decay_fraction": 0.2},
-    **{"outer_wire": "int8", "wire_gradients": "int8", "wire_weights": "int8", "node_size": 2},
-    **{"check_replicas_every": 2, "shard_size": 1},
-    **{"reduce_dtype": "bf16", "bucket_mb": 4.0, "transport": "torch", "max_restarts": 2},
-    **{"keep_every": 5, "save_overlap": "skip", "prompt": ("a",), "max_new_tokens": 5},
-    **{"temperature": 1.0, "top_k": 5, "expert_top_k": 1, "expert_every": 2, "expert_hidden": 8},
-    **{"expert_capacity": 1.0, "balance_loss": 0.1, "router_z_loss": 0.1, "balance_rate": 0.1},
-    **{"model": "micro", "n_layer": 2, "n_head": 2, "n_embd": 8},
-}
 # What switches a setting on that has no value in its Term.
 ON = {
     **{"tp": 2, "tp_grid": "2x2", "cp": 2, "ep": 2, "pp": 2, "replicas": 2, "outer_every": 4},
@@ -142,7 +129,9 @@ ON = {
     **{"moment_dtype": "int8", "stochastic_rounding": True, "master_weights": "full"},
     **{"deterministic": True, "activation_checkpointing": "full", "offload_pinned": False},
     **{"fp8_scaling": "tensor", "fp8_weight_gradient": "fp8", "fp8_emulate": True},
-    **{"outer_lr": 0.5, "outer_momentum": 0.5, "zero_stage": 1},
+    **{"outer_lr": 0.5, "outer_momentum": 0.5, "zero_stage": 1, "wire_gradients": "int8"},
+    **{"wire_weights": "int8", "node_size": 2, "shard_size": 1, "outer_wire": "int8"},
+    **{"pp_split": "4", "sequence_parallel": False, "reduce_dtype": "bf16", "expert_capacity": 1.0},
 }
 
 
@@ -150,7 +139,7 @@ def switched_on(term):
     if term.above is not None:
         return term.above + 1
     if not term.values:
-        return {**IDLE_VALUES, **ON}[term.name]
+        return ON[term.name]
     return {"True": True}.get(term.values[0]) or type(DEFAULTS[term.name] or "")(term.values[0])
 
 
@@ -179,21 +168,3 @@ def test_every_other_rule_refuses_a_row():
         found.add(next(broken("train", values))[2:])
     found |= {next(broken("parallelize", facts))[2:] for facts, _ in OF_RANKS}
     assert [rule.says for rule in RULES if rule[2:] not in found] == []
-
-
-# Settings without which others do something.
-OFF = {"save_every": 0, "async_save": False, "num_samples": 0, "optimizer": "adafactor"}
-
-
-def test_settings_that_do_nothing_are_refused_or_dropped_where_a_run_had_them():
-    assert {rule.names[0] for rule in OF_IDLE} == set(IDLE_VALUES)
-    for name, value in IDLE_VALUES.items():
-        read = name in ("model", "n_layer", "n_head", "n_embd")
-        flags = TrainFlags().replace({**OFF, "init_from": "w" if read else None, name: value})
-        flag = option(name, value)
-        with pytest.raises(ValueError, match=f"^{flag} has no effect with.*, or .*{flag}$"):
-            without_idle(flags, (), ranks=1)
-        assert without_idle(flags, (name,), ranks=1).settings()[name] == DEFAULTS[name]
-    ranks = {"nproc": 4, "pp": 2, "schedule": "gpipe", "wire_gradients": "int8", "zero_stage": 1}
-    flags = TrainFlags().replace(ranks)
-    assert without_idle(flags, (), ranks=4) == flags

@@ -45,11 +45,11 @@ MODES = {
 FORMS = {
     **MODES,
     "adafactor": (FP32, adafactor, {}),
-    "adafactor-paper": (FP32, adafactor, {**PAPER, "beta1": 0.9, "weight_decay": 0.1}),
-    "adafactor-master": (BF16, adafactor, {**PAPER, "beta1": 0.9, "master_weights": True}),
+    "adafactor-paper": (FP32, adafactor, {**PAPER, "weight_decay": 0.1}),
+    "adafactor-master": (BF16, adafactor, {**PAPER, "master_weights": True}),
     "adafactor-remainder": (BF16, adafactor, {"master_weights": "remainder"}),
-    "muon": (FP32, muon, {"row_beta": 0.9}),
-    "muon-master": (BF16, muon, {"master_weights": True, "momentum_dtype": BF16}),
+    "muon": (FP32, muon, {}),
+    "muon-master": (BF16, muon, {"master_weights": True}),
 }
 
 

@@ -243,7 +243,7 @@ ONE = ("optimizer", "dropout", "deterministic")  # what a run of one process has
 
 
 def refused_row(row):
-    """Also what does nothing: the trainer refuses it."""
+    """Also what does nothing alone."""
     on = {name for name, value in row.items() if value != FIRST[name]}
     idle = {"cp_method": "cp", "schedule": "pp", "sequence_parallel": "tp", "zero_stage": "dp"}
     axes = {"dp", "tp", "cp", "pp"}

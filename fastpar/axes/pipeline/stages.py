@@ -121,11 +121,6 @@ def cut_stages(
     """
     n_ranks = mesh.size("pp")
     if n_ranks == 1:
-        if split is not None:
-            raise ValueError(
-                f"parallelize: pp_split={list(split)} needs pp above 1; pass Mesh(pp=...), or drop "
-                "it"
-            )
         return None
     declared = getattr(model, "pipeline_parts", None)
     if declared is None:
