@@ -269,20 +269,39 @@ def check_out(config: TrainConfig) -> None:
     saved = bool(runs.list_checkpoints(out))
     if resume and not saved and not config.run.auto_resume:
         runs.check_free(out)
+        hint = "start it again" if never_began(out) else "start a new run in another folder"
         raise ValueError(
             f"train: expected a run with a checkpoint to resume, got out={out} without one; drop "
-            "--resume to start a new run in another folder"
+            f"--resume to {hint}"
         )
     if present and not resume:
         runs.check_free(out)
+        if never_began(out):
+            return
         hint = "add --resume to resume it, or choose another folder"
         if not saved:
-            hint = "it has no checkpoint to resume: delete it, or choose another folder"
+            hint = "it has no checkpoint to resume: choose another folder"
         elif config.run.auto_resume:  # it was free when the settings were read
             hint = "another process has just created it: repeat the command"
         raise ValueError(
             f"train: expected --out without a run, got out={out} with {present[0]}; {hint}"
         )
+
+
+def never_began(run: str | Path) -> bool:
+    """Whether a run failed before its first step: the folder holds only files of the start."""
+    run = Path(run)
+    if any(os.path.lexists(run / name) for name in ("samples.txt", "loss.png", "latest")):
+        return False
+    checkpoints = run / "checkpoints"
+    try:
+        if os.path.lexists(checkpoints) and any(checkpoints.iterdir()):
+            return False
+        content = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        ours = {"settings", "model", "starts"} == set(content)
+        return ours and not any(row["step"] > 0 for row in each_row(run / "metrics.jsonl"))
+    except (OSError, ValueError, TypeError, KeyError):  # not a run of fastpar
+        return False
 
 
 class RunFolder:

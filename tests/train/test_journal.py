@@ -66,13 +66,15 @@ def test_names_of_folders(tmp_path, monkeypatch):
 
 
 def test_a_folder_with_any_file_of_a_run_is_never_overwritten(tmp_path):
-    for i, name in enumerate(module.FILES):
-        out = tmp_path / f"{i}"
+    """Nor a config.json of somebody else."""
+    whose = ("{}", '{"settings": 1, "starts": []}', "[", "null")
+    for i, name in enumerate((*module.FILES, *whose)):
+        out, file = tmp_path / f"{i}", "config.json" if name in whose else name
         out.mkdir()
         config = TrainConfig().replace({"out": str(out)})
         check_out(config)
-        (out / name).write_text(name)
-        words = f"--out without a run, got out={out} with {name}; it"
+        (out / file).write_text(name)
+        words = f"--out without a run, got out={out} with {file}; it"
         with pytest.raises(ValueError, match=words):
             check_out(config)
 

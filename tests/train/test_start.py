@@ -231,9 +231,7 @@ def train(more=""):
     return main(["train", *flags_of({**TINY, "max_steps": 2, "out": "r"}), *more.split()])
 
 
-def test_a_start_that_failed_in_its_first_step(monkeypatch, capsys):
-    """Its folder is a run's, with a checkpoint or without; only --auto-resume starts it again."""
-
+def test_a_start_that_failed_in_its_first_step_leaves_the_folder_free(monkeypatch, capsys):
     def refuse(self):
         GPTConfig(n_layer=0)  # fastpar refuses it
 
@@ -242,18 +240,28 @@ def test_a_start_that_failed_in_its_first_step(monkeypatch, capsys):
         assert train(more) == status
         assert capsys.readouterr().err.endswith(words)
 
+    Path("r").mkdir()
+    Path("r/notes.txt").write_text("mine")
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "train_step", refuse)
         said("")
     assert [row["step"] for row in curve("r")] == [0]
-    said("", "; it has no checkpoint to resume: delete it, or choose another folder\n")
     rule = "expected a run with a checkpoint to resume, got out=r without one; drop --resu"
-    said("--resume", f"{rule}me to start a new run in another folder\n")
-    said("--auto-resume --max-steps 3", status=0)
+    said("--resume", f"{rule}me to start it again\n")
+    said("--max-steps 3", status=0)
+    assert Path("r/notes.txt").read_text() == "mine"
     assert [row["step"] for row in steps("r")] == [1, 2, 3]
+    assert [row["step"] for row in curve("r") if "val_loss" in row] == [0, 3]
     content = json.loads(Path("r/config.json").read_text())
-    assert content["settings"]["max_steps"] == 3
+    assert (len(content["starts"]), content["settings"]["max_steps"]) == (1, 3)
+
+    # What has made steps is a run's, with a checkpoint or without.
     said("", "; add --resume to resume it, or choose another folder\n")
+    shutil.rmtree("r/checkpoints")
+    for name in ("latest", "samples.txt", "loss.png"):
+        Path("r", name).unlink()
+    said("", "; it has no checkpoint to resume: choose another folder\n")
+    said("--resume", "drop --resume to start a new run in another folder\n")
 
 
 def test_two_starts_at_once_are_refused():
@@ -269,6 +277,7 @@ def test_two_starts_at_once_are_refused():
         for config in (settings, plain):
             with pytest.raises(ValueError, match=rule):
                 check_out(config)
+    check_out(settings)  # the other one has failed before its first step
     Path("r/checkpoints/step_000002").mkdir(parents=True)
     with pytest.raises(ValueError, match="another process has just created it: repeat the comm"):
         check_out(settings)
