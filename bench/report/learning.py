@@ -88,28 +88,18 @@ def _config(row: Run) -> TrainConfig:
     return TrainConfig().replace(row["settings"])
 
 
-def muon_table(rows: Sequence[Run]) -> Table:
-    lines = []
-    for row in rows:
-        shape, sent, formula = row["shape"], row["sent_bytes"], row["formula_bytes"]
-        if isinstance(formula, list):  # of each rank, in older results
-            formula = statistics.mean(formula)
-        cells = [f"{shape['n_layer']} x {shape['n_embd']}, stage {row['zero_stage']}"]
-        cells += [str(row["ranks"]), f"{row['sharded_ms']:.0f}", f"{row['repeated_ms']:.0f}"]
-        cells += [f"{row['ratio']:.3f}x"]
-        cells += [f"{row['least_ratio']:.3f}x" if "least_ratio" in row else ""]
-        cells += [f"{statistics.mean(sent) / 1e6:.1f}, {formula / 1e6:.1f}"]
-        lines.append(Line(cells, [row]))
-    head = ["Muon's step", "ranks", "shared out, ms", "repeated, ms", "ratio", "of the least"]
-    return Table([*head, "MB that a rank sends, and the formula"], lines)
+def _length(row: Run) -> tuple[int, int]:
+    """(steps, ranks); earlier rows have them beside the settings."""
+    settings = {"max_steps": row.get("steps"), "nproc": row.get("ranks"), **row["settings"]}
+    return settings["max_steps"], settings["nproc"]
 
 
 def curves_table(rows: Sequence[Run]) -> Table:
     """Losses after the same steps with each format on the wire."""
     lines = []
     for some in _grouped(rows, {"seed"}):
-        for run in dict.fromkeys((row["steps"], row["ranks"]) for row in some):
-            alike = [row for row in some if (row["steps"], row["ranks"]) == run]
+        for run in dict.fromkeys(map(_length, some)):
+            alike = [row for row in some if _length(row) == run]
             cells = [alike[0]["format"], f"{run[0]} on {run[1]} ranks", *_bits(alike)]
             lines.append(Line(cells, alike))
     return Table(["gradients on the wire", "steps", "seeds", "bits a byte"], lines)
@@ -123,17 +113,16 @@ def beside_table(rows: Sequence[Run], word: str, loss: str, what: str) -> Table:
     first = next(iter(cells))
     base = {seed: row[loss] for seed, row in cells[first].items()}
     spread, lines = max(base.values()) - min(base.values()), []
-    more = {"cpu_s": "CPU s", "overflows": "values that overflowed"}
-    more = {name: head for name, head in more.items() if all(name in row for row in rows)}
+    timed = all("cpu_s" in row for row in rows)
     for name, own in cells.items():
         apart = [row[loss] - base[seed] for seed, row in sorted(own.items())]
         mean, each = statistics.fmean(apart), ", ".join(f"{x:+.4f}" for x in apart)
         numbers = [str(len(own)), f"{_mean([*own.values()], loss):.4f}", f"{mean:+.4f} ({each})"]
         numbers += ["yes" if mean <= spread else "**no**"]
-        numbers += [f"{_mean([*own.values()], n):,.0f}" for n in more]
+        numbers += [f"{_mean([*own.values()], 'cpu_s'):,.0f}"] if timed else []
         lines.append(Line([name, *numbers], [*own.values()]))
     head = [what, "seeds", "bits a byte" if loss == "bits_per_byte" else "validation loss"]
-    head += [f"from {first}, mean (each)", "within the spread", *more.values()]
+    head += [f"from {first}, mean (each)", "within the spread", *["CPU s"] * timed]
     return Table(head, lines, f"Spread of {first} over its seeds: {spread:.4f}.")
 
 
@@ -141,7 +130,6 @@ def beside_table(rows: Sequence[Run], word: str, loss: str, what: str) -> Table:
 TABLES: dict[str, tuple[str, Callable[[Sequence[Run]], Table]]] = {
     "steps": ("main_job", steps_table),
     "blocks": ("main_job", blocks_table),
-    "muon": ("muon", muon_table),
     "formats": ("wires", curves_table),
     "products": ("fp8", partial(beside_table, word="products", loss="bits_per_byte", what="fp8")),
     "storage": ("storage", partial(beside_table, word="recipe", loss="val_loss", what="storage")),
