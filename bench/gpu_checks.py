@@ -11,7 +11,6 @@ imports and host code took up to twice as long, and half as much again.
 
 import argparse
 import contextlib
-import cProfile
 import functools
 import gc
 import hashlib
@@ -19,11 +18,9 @@ import importlib
 import itertools
 import json
 import os
-import pstats
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -779,36 +776,6 @@ BESIDE = partial(in_turns, "124M", 32, "eager", "fastpar")
 CELLS.append(Cell("124M, B=32 beside eager", BESIDE, 35, "headline"))
 
 
-def host_of(kind: str) -> list[str]:
-    """A step of 124M at B = 4, where the host is the limit, and the functions that take longest."""
-    variant = Variant(Spec(kind, SMALL if RUN.quick else GPT2, 4, device=RUN.device))
-    profile = cProfile.Profile()
-    with torch.autograd.set_multithreading_enabled(False):  # backward in this thread
-        variant.steps(6)
-        lines = [f"{statistics.median(variant.steps(12)['ms']):.2f} ms a step"]
-        profile.runcall(variant.steps, 10)
-    stats: Any = pstats.Stats(profile)
-    functions = sorted(stats.stats.items(), key=lambda item: -item[1][2])[:45]
-    for (file, line, name), (_, count, own, total, _) in functions:
-        where = f"{Path(file).parent.name}/{Path(file).name}:{line} {name}"[-80:]
-        lines.append(f"  {count / 10:.0f} x {where}: {own * 100:.3f}, {total * 100:.3f} ms in all")
-    return lines
-
-
-def host_of_a_step() -> Found:
-    lines: list[str] = []
-    for name, kind, choice in (
-        ("eager", "stock", "auto"), ("stock ops", "fastpar", "torch"), ("own", "fastpar", "auto")
-    ):  # fmt: skip
-        before, backend.choice = backend.choice, choice
-        first, *functions = host_of(kind)
-        backend.choice = before
-        lines += [f"{name}: {first}", *functions * (name == "own")]
-        note(lines=lines)
-        gc.collect()
-    return {"lines": lines, "shown": "; ".join(lines[:3])}
-
-
 # Right? Those that failed or never ended on a GPU come first; torch.compile behind them.
 
 FAILED = ("resume, fp16 with a loss scale", "compile", "cuda_graphs")
@@ -871,7 +838,6 @@ ON_REQUEST = [  # by --only
         Cell(f"compile {n}", partial(run_bench, n, only, dry=True), 60, "on request", on_cpu=False)
         for n, only in TIMED[:4]
     ),
-    Cell("host of a step", host_of_a_step, 60, "on request"),
 ]
 
 
