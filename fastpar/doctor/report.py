@@ -156,10 +156,4 @@ def notes(proven: Mapping[Case, Proof]) -> list[str]:
         for name, wrong, (forward, backward) in others:
             times = f"{forward:.3f} ms forward, {backward:.3f} backward"
             lines.append(f"other  {case}: {name}: {f'is WRONG: {wrong}' if wrong else times}")
-        if proof.stock_right:
-            runs = proof.own_ms if proof.chosen == OWN else proof.instead_ms
-            lines.append(
-                f"note   {case}: {sum(runs):.3f} ms; PyTorch's functions alone take "
-                f"{sum(proof.stock_ms):.3f}, and are as right, with the same bits twice"
-            )
     return lines

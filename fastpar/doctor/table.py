@@ -150,15 +150,13 @@ def parse_proofs(device: str, content: Any) -> dict[Case, Proof]:
             all(isinstance(t, str) and len(t) <= MOST_LETTERS and t.isprintable() for t in texts)
             and (isinstance(case.op, str) and isinstance(case.size, int))
             and (isinstance(case.dtype, torch.dtype) and row["chosen"] in (OWN, STOCK))
-            and isinstance(row["stock_right"], bool)
             and {forward, backward} <= {OWN, *PEERS}
         ):
             raise ValueError(shown(row))
         if row["sources"] == digest_of(case.op):
             found[case] = Proof(
-                row["chosen"], row["wrong"], **times, serves=(forward, backward), peers=peers,
-                stock_right=row["stock_right"],
-            )  # fmt: skip
+                row["chosen"], row["wrong"], **times, serves=(forward, backward), peers=peers
+            )
     return found
 
 

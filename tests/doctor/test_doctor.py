@@ -810,7 +810,7 @@ def test_a_damaged_file_is_reported_ignored_and_replaced(no_proofs, tmp_path):
         {"chosen": "mine"}, {"dtype": "Tensor"}, {"op": ["bias_gelu"]}, {"size": "96"},
         {"size": 1e999}, {"own_ms": [-1.0, 0]}, {"own_ms": [math.nan, 0]}, {"own_ms": [1e999, 0]},
         {"wrong": 7}, {"wrong": "\x1b[2J"}, {"wrong": "x" * 5000}, {"serves": ["own"]},
-        {"serves": ["own", "other"]}, {"stock_right": 1}, {"peers": [{"name": "cpu"}]},
+        {"serves": ["own", "other"]}, {"peers": [{"name": "cpu"}]},
         {"peers": [{"name": "cpu", "wrong": "", "ms": [-1, 0]}]},
     )  # fmt: skip
     wrong = [{"tried": [7]}, {"tried": 7}, {"version": 2}]
