@@ -196,6 +196,7 @@ class Table:
     """
 
     standing = 0
+    of_loss: tuple[float, float]
 
     def __init__(self, workload: Workload, setup: Setup) -> None:
         shape, tp, grid = workload.shape, setup.tp, setup.tp_grid is not None
@@ -293,7 +294,7 @@ def arriving(setup: Setup, buckets: GPTBuckets, first: int, last: int) -> float:
     share = buckets.share(setup.n_shards) / buckets.elements
     of_sum, kept = each * share * (several and by_shard and stage > 0), 0.0
     most = IN_REDUCTION * setup.bucket_bytes / each
-    running = ends[full]
+    running: float = ends[full]
     if stage >= 2:
         running = max(min(running, most), running - ends[max(0, full - 3)])
         # Of earlier micro-batches, or of those that are reduced.
