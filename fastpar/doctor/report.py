@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from fastpar.doctor.doctor import adopt, cases_of_model, table_of
-from fastpar.doctor.table import VERSION, row_of
+from fastpar.doctor.table import BUILD, VERSION, row_of
 from fastpar.files.tensor_file import DTYPES
 from fastpar.kernels import backend
 from fastpar.kernels.choice import OWN, Case, Proof
@@ -87,11 +87,7 @@ def doctor(command: DoctorCommand, write: Callable[[str], None] = print) -> int:
 
 def versions(about: Mapping[str, str]) -> str:
     """What a table is valid for, in a line."""
-    named = (
-        f"{name} {value}"
-        for name, value in about.items()
-        if name not in ("device", "module", "csrc")
-    )
+    named = (f"{name} {value}" for name, value in about.items() if name not in ("device", *BUILD))
     return f"{about['device']}: {', '.join(named)}"
 
 
