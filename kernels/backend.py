@@ -120,13 +120,19 @@ class _Module(types.ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "choice" and _C is not None:
-            torch.ops.fastpar._serve_cpu_by_python(value == "triton")
+        if name == "choice":
+            tell_library()
+
+
+def tell_library() -> None:
+    """What csrc/torch must know of the choice."""
+    if _C is not None:
+        torch.ops.fastpar._serve_cpu_by_python(choice == "triton")
+        own = choice != "torch"
+        torch.ops.fastpar._set_gemm(own and has_gemm, own and has_bf16_gemm)
 
 
 choice = read_backend(os.environ.get("FASTPAR_BACKEND", "auto"))
-sys.modules[__name__].__class__ = _Module
-sys.modules[__name__].choice = choice  # type: ignore[attr-defined]
 if _C is not None:
     _C.set_isa(os.environ.get("FASTPAR_ISA", "auto"))
 _isa = "" if _C is None else _C.isa()
@@ -139,8 +145,8 @@ has_gemm: bool = gemm != "torch" and (
 )
 # bf16's are oneDNN's; linear/__init__.py, [Note: bf16 on AMX], says where ours are faster.
 has_bf16_gemm: bool = gemm != "torch" and _isa == "amx"
-if _C is not None:
-    torch.ops.fastpar._set_gemm(has_gemm, has_bf16_gemm)
+sys.modules[__name__].__class__ = _Module
+tell_library()
 has_fma: bool = _C is not None and _C.has_fma()
 
 

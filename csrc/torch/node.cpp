@@ -44,15 +44,20 @@ void each_tensor(const c10::IValue& value, const Do& act) {
 
 bool python_serves() { return python_on_cpu.load(std::memory_order_relaxed); }
 
-bool is_plain(const Tensor& x) {
+bool is_wrapped(const Tensor& x) {
   using c10::DispatchKey;
   constexpr c10::DispatchKeySet kWrapped({DispatchKey::Python, DispatchKey::FuncTorchBatched,
                                           DispatchKey::FuncTorchGradWrapper, DispatchKey::Batched,
                                           DispatchKey::Functionalize, DispatchKey::Negative,
                                           DispatchKey::Conjugate, DispatchKey::ZeroTensor});
+  return x.key_set().has_any(kWrapped);
+}
+
+bool is_plain(const Tensor& x) {
+  using c10::DispatchKey;
   const auto active = c10::impl::tls_local_dispatch_key_set().included_;
-  return (x.is_cpu() || x.is_cuda()) && is_dense(x) && x.has_storage() &&
-         !x.key_set().has_any(kWrapped) && !active.has(DispatchKey::Python) &&
+  return (x.is_cpu() || x.is_cuda()) && is_dense(x) && x.has_storage() && !is_wrapped(x) &&
+         !active.has(DispatchKey::Python) &&
          !active.has(DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 

@@ -73,6 +73,9 @@ inline bool needs_grad(const Maybe& x) { return x.has_value() && needs_grad(*x);
 inline bool has_tangent(const Tensor& x) { return torch::autograd::isFwGradDefined(x); }
 inline bool has_tangent(const Maybe& x) { return x.has_value() && has_tangent(*x); }
 
+// A tensor that stands for others (a subclass, a fake, of a transform), or whose memory does not
+// hold its values.
+bool is_wrapped(const Tensor& x);
 // An ordinary tensor whose memory holds its values, with no mode or transform about.
 bool is_plain(const Tensor& x);
 

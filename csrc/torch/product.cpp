@@ -21,14 +21,16 @@ constexpr int64_t kOursFrom = 1 << 18, kTile = 32, kWide = 768;  // of kernels/l
 bool ignores_times() { return strict.load() > 0 || at::globalContext().deterministicAlgorithms(); }
 
 bool use_gemm_for(const Tensor& a, const Tensor& b) {
-  return use_gemm(a.scalar_type(), a.size(0), b.size(1), a.size(1), a.stride(0) == 1);
+  return a.is_cpu() && use_gemm(a.scalar_type(), a.size(0), b.size(1), a.size(1), a.stride(0) == 1);
 }
 
-void run_gemm(const Tensor& out, const Tensor& a, const Tensor& b, bool add) {
+void run_gemm(const Tensor& out, const Tensor& a, const Tensor& b, bool add,
+              const Maybe& bias = {}) {
+  const Tensor added = has(bias) ? bias->contiguous() : Tensor();
   gemm({a.const_data_ptr(), a.stride(0), a.stride(1)},
        {b.const_data_ptr(), b.stride(0), b.stride(1)}, out.mutable_data_ptr(), out.stride(0),
-       a.size(0), b.size(1), a.size(1), add, nullptr, dtype_of(a), dtype_of(out),
-       at::get_num_threads());
+       a.size(0), b.size(1), a.size(1), add, added.defined() ? added.const_data_ptr() : nullptr,
+       dtype_of(a), dtype_of(out), at::get_num_threads());
 }
 
 using Buffers = std::map<std::pair<int, at::ScalarType>, Tensor>;
@@ -50,14 +52,14 @@ bool use_gemm(at::ScalarType type, int64_t m, int64_t n, int64_t k, bool turned)
   return turned || ignores_times() || (std::min(n, k) >= kWide && at::get_num_threads() > 1);
 }
 
-Tensor product(const Tensor& a, const Tensor& b, Tensor out) {
+Tensor product(const Tensor& a, const Tensor& b, Tensor out, const Maybe& bias) {
   if (!use_gemm_for(a, b)) {
-    if (!out.defined()) return at::mm(a, b);
-    at::mm_out(out, a, b);
-    return out;
+    if (!out.defined()) return has(bias) ? at::addmm(*bias, a, b) : at::mm(a, b);
+    if (has(bias)) return at::addmm_out(out, *bias, a, b);
+    return at::mm_out(out, a, b);
   }
   if (!out.defined()) out = at::empty({a.size(0), b.size(1)}, a.options());
-  run_gemm(out, a, b, false);
+  run_gemm(out, a, b, false, bias);
   return out;
 }
 

@@ -8,8 +8,8 @@ namespace fastpar::nodes {
 // Whether an [M, K] @ [K, N] product is our own: use_gemm() of kernels/linear.
 bool use_gemm(at::ScalarType type, int64_t m, int64_t n, int64_t k, bool turned);
 
-// a [M, K] @ b [K, N], any strides, in out (rows contiguous) unless that is undefined.
-Tensor product(const Tensor& a, const Tensor& b, Tensor out = {});
+// a [M, K] @ b [K, N] + bias [N], any strides, in out (rows contiguous) unless that is undefined.
+Tensor product(const Tensor& a, const Tensor& b, Tensor out = {}, const Maybe& bias = {});
 // out += a @ b.
 void add_product(Tensor& out, const Tensor& a, const Tensor& b);
 // The product of 16 bits in fp32, as it is summed; add: to out.

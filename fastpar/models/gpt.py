@@ -145,6 +145,19 @@ def dropout_at(
     return {"dropout_p": p, "rng": rng}
 
 
+def held(table: str, name: str) -> Any:
+    """An attribute that is read from module._parameters or _modules at once: nn.Module looks there
+    last, which takes 0.9 us, 290 times in a forward of 12 layers."""
+
+    def get(module: nn.Module) -> Any:
+        try:
+            return module.__dict__[table][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    return property(get)
+
+
 class Weights(nn.Module):
     """weight[shape] and, unless bias=False, bias[shape[0]]; the ops of fastpar.kernels use them.
 
@@ -155,11 +168,13 @@ class Weights(nn.Module):
 
     fp8: Fp8 | None = None  # for products with the weight
     matrices: tuple[int, ...] = (1,)
+    weight: Any = held("_parameters", "weight")
+    bias: Any = held("_parameters", "bias")
 
     def __init__(self, *shape: int, bias: bool = True, weight: bool = True):
         super().__init__()
-        self.weight: Any = nn.Parameter(torch.empty(shape)) if weight else None
-        self.bias = nn.Parameter(torch.empty(shape[0])) if bias else None
+        self.register_parameter("weight", nn.Parameter(torch.empty(shape)) if weight else None)
+        self.register_parameter("bias", nn.Parameter(torch.empty(shape[0])) if bias else None)
 
     def extra_repr(self) -> str:
         shape = None if self.weight is None else list(self.weight.shape)
@@ -272,8 +287,8 @@ class MLP(Parts):
     """c_proj(activation(c_fc(y)))."""
 
     within = "mlp."
-    c_fc: Weights
-    c_proj: Weights
+    c_fc: Weights = held("_modules", "c_fc")
+    c_proj: Weights = held("_modules", "c_proj")
 
     def forward(self, y: Tensor) -> Tensor:
         fc, proj = self.c_fc, self.c_proj
@@ -438,8 +453,8 @@ class Attention(Parts):
 
     within = "attn."
     cp: ContextParallel | None = None
-    c_attn: Weights
-    c_proj: Weights
+    c_attn: Weights = held("_modules", "c_attn")
+    c_proj: Weights = held("_modules", "c_proj")
 
     def __init__(self, config: GPTConfig):
         super().__init__(config)
@@ -527,10 +542,10 @@ class Attention(Parts):
 class Block(nn.Module):
     """One layer; see [Note: delayed residual]."""
 
-    ln_1: Norm
-    attn: Attention
-    ln_2: Norm
-    mlp: nn.Module
+    ln_1: Norm = held("_modules", "ln_1")
+    attn: Attention = held("_modules", "attn")
+    ln_2: Norm = held("_modules", "ln_2")
+    mlp: nn.Module = held("_modules", "mlp")
 
     def __init__(self, config: GPTConfig, mlp: nn.Module):
         super().__init__()
@@ -804,9 +819,10 @@ class GPT(nn.Module):
         x, delta = take_over(x, pairs=pairs) if parts.start > 1 else (x, None)
         documents = None if positions is None else bounds_of(positions)
         turns = self._turns(idx, tokens, positions, read)
-        for layer in range(max(parts.start - 1, 0), min(parts.stop - 1, n_layer)):
+        first, last = max(parts.start - 1, 0), min(parts.stop - 1, n_layer)
+        for layer, block in enumerate([*self.h][first:last], first):
             more = documents, None if read is None else read[layer], turns
-            x, delta = self.h[layer](x, delta, rng_key, tokens, 3 * layer, *more)
+            x, delta = block(x, delta, rng_key, tokens, 3 * layer, *more)
         mask = dropout_at(3 * min(parts.stop - 1, n_layer), p, rng_key, tokens)
         if n_layer + 1 in parts:
             return self.ln_f(x, delta, **mask)[0]

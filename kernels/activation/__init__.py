@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fastpar.kernels.backend import triton_module, use_cpp, use_triton
 from fastpar.kernels.config_table import ConfigTable
-from fastpar.kernels.op import check_float, check_vector, define_autograd, define_kernels, define_op
+from fastpar.kernels.op import check_float, check_vector, define_kernels
 
 
 class Config(NamedTuple):
@@ -49,10 +49,6 @@ TABLE = ConfigTable("activation_configs", Config, candidates)
 KINDS = ("gelu", "gelu_erf", "relu2", "swiglu")  # the op takes their numbers
 GELU, GELU_ERF, RELU2, SWIGLU = range(4)
 _FORMS = ("tanh", "none")  # of GELU, torch's names
-
-
-def _pre_activation(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else (x + bias).to(x.dtype)
 
 
 def _check(x: Tensor, bias: Tensor | None, kind: int) -> None:
@@ -94,59 +90,15 @@ define_kernels(
 )
 
 
-# Composed of torch's ops.
-
-
-def composed_fwd(x: Tensor, bias: Tensor | None, kind: int) -> Tensor:
-    """y, contiguous."""
-    u = _pre_activation(x, bias).contiguous()
+def _composed(x: Tensor, bias: Tensor | None, kind: int) -> Tensor:
+    """Of torch's ops."""
+    u = x if bias is None else (x + bias).to(x.dtype)
     if kind < RELU2:
         return F.gelu(u, approximate=_FORMS[kind])
     if kind == RELU2:
         return F.relu(u).square()
     gate, up = u.chunk(2, -1)
     return F.silu(gate) * up
-
-
-def composed_bwd(dy: Tensor, x: Tensor, bias: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
-    """dx and dbias ([0] fp32 without a bias), contiguous."""
-    dy, u = dy.contiguous(), _pre_activation(x, bias).contiguous()
-    if kind < RELU2:
-        dx = torch.ops.aten.gelu_backward(dy, u, approximate=_FORMS[kind])
-    elif kind == RELU2:
-        dx = dy * (2 * F.relu(u))
-    else:
-        gate, up = u.chunk(2, -1)
-        dx = torch.cat([torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)], -1)
-    if bias is None:
-        return dx, x.new_empty(0, dtype=torch.float32)
-    rows = dx.reshape(-1, dx.shape[-1]) if dx.numel() else dx.new_zeros(1, dx.shape[-1])
-    wide = torch.promote_types(dx.dtype, torch.float32)  # 16-bit sums are kept in fp32
-    return dx, rows.sum(0, dtype=wide).to(bias.dtype)
-
-
-_composed = define_op(
-    "activation_composed(Tensor x, Tensor? bias, int kind) -> Tensor", composed_fwd, _fake
-)
-_composed_bwd = define_op(
-    "activation_composed_bwd(Tensor dy, Tensor x, Tensor? bias, int kind) -> (Tensor, Tensor)",
-    composed_bwd,
-    _bwd_fake,
-)
-
-
-def _setup_context(ctx, inputs, output):
-    x, bias, ctx.kind = inputs
-    ctx.save_for_backward(x, bias)
-
-
-def _backward(ctx, dy):
-    x, bias = ctx.saved_tensors
-    dx, dbias = _composed_bwd.after(dy)(dy, x, bias, ctx.kind)
-    return dx, None if bias is None else dbias, None
-
-
-define_autograd(_composed, _setup_context, _backward, once="activation")
 
 
 def activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
@@ -162,7 +114,7 @@ def activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     Raises:
         ValueError: another kind; an odd last dimension with swiglu; bias of another shape, dtype or
             device; x has no floating dtype.
-        RuntimeError: a second derivative is requested.
+        RuntimeError: a second derivative is requested of a kernel (torch's erf form has it).
     Traffic: 2 * x.numel() * x.element_size() bytes forward, 3 * ... backward; swiglu 1.5, 2.5.
     Deterministic: yes, bitwise, forward and backward, for any number of threads.
     Oracle: fastpar.kernels.reference.activation_ref
@@ -193,7 +145,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
     Raises:
         ValueError: bias is not [C], of another dtype or on another device; x has no floating
             dtype; approximate is neither form.
-        RuntimeError: a second derivative is requested.
+        RuntimeError: a second derivative is requested of a kernel (torch's erf form has it).
     Traffic: 2 * x.numel() * x.element_size() bytes forward, 3 * ... backward.
     Deterministic: yes, bitwise, forward and backward, for any number of threads.
     Oracle: fastpar.kernels.reference.bias_gelu_ref

@@ -20,7 +20,7 @@ Ours have the same bits for any threads, rows and strides; oneDNN's do not.
 
 import functools
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ from torch import Tensor
 from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import has_bf16_gemm, has_gemm
 from fastpar.kernels.choice import ignores_times, ignoring_times
-from fastpar.kernels.op import define_autograd, define_op, goes_straight
+from fastpar.kernels.op import COMPILED, define_op, goes_straight
 
 if TYPE_CHECKING:
     from fastpar.kernels.linear.fp8 import Fp8
@@ -147,53 +147,10 @@ def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool =
     return torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
 
 
-def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """y [..., F] of x [..., C] and weight [F, C]."""
-    y = matmul(x.reshape(-1, x.shape[-1]), weight.t(), bias=bias)
-    return y.view(*x.shape[:-1], weight.shape[0])
-
-
-def linear_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dweight: bool, need_dbias: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight, dbias; None for those not needed."""
-    rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-    return (
-        matmul(rows, weight).view(x.shape) if need_dx else None,
-        matmul(rows.t(), x_rows) if need_dweight else None,
-        rows.sum(0) if need_dbias else None,
-    )
-
-
-def _bwd_fake(dy, x, weight, *needed):
-    shapes = zip(needed, (x.shape, weight.shape, weight.shape[:1]))
-    return tuple(x.new_empty(shape if need else (0,)) for need, shape in shapes)
-
-
-_linear = define_op(
-    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", linear_fwd,
-    lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]), ("CPU",),
-)  # fmt: skip
-_linear_bwd = define_op(
-    "linear_bwd(Tensor dy, Tensor x, Tensor weight, bool need_dx, bool need_dweight, "
-    "bool need_dbias) -> (Tensor, Tensor, Tensor)", linear_bwd, _bwd_fake, ("CPU",),
-)  # fmt: skip
-
-
-def _setup_context(ctx, inputs, output):
-    x, weight, bias = inputs
-    ctx.save_for_backward(x, weight)
-    ctx.need_dbias = bias is not None and ctx.needs_input_grad[2]
-
-
-def _backward(ctx, dy):
-    x, weight = ctx.saved_tensors
-    needed = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.need_dbias)
-    grads = _linear_bwd(dy, x, weight, *needed)
-    return tuple(grad if need else None for grad, need in zip(grads, needed))
-
-
-define_autograd(_linear, _setup_context, _backward, once="linear")
+_linear: Any = F.linear
+if _C is not None:
+    _linear = torch.ops.fastpar.linear.default
+    COMPILED.update(("linear", "linear_bwd"))
 
 
 def linear(
@@ -211,28 +168,10 @@ def linear(
     Raises:
         ValueError: shapes that do not fit; fp8 with C or F not a multiple of 16, or on a device
             without such products and without emulate.
-        RuntimeError: a second derivative is requested and the product is our own.
     Traffic: x, weight, bias and y once, if the blocks fit into the machine's caches.
     Deterministic: yes, bitwise; our own products for any number of threads.
     Oracle: fastpar.kernels.reference.linear_ref
     """
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"linear: expected x [..., C] and weight [F, C], got x={list(x.shape)} "
-            f"weight={list(weight.shape)}; pass the weight as F.linear takes it"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"linear: expected bias [F] with weight [F, C], got bias={list(bias.shape)} "
-            f"weight={list(weight.shape)}; pass one bias for each row of weight"
-        )
     if fp8 is not None:
         return fp8.linear(x, weight, bias)
-    if (has_gemm or x.dtype != torch.float32) and _is_ours(x, weight):
-        return _linear(x, weight, bias)
-    return F.linear(x, weight, bias)
-
-
-def _is_ours(x: Tensor, weight: Tensor) -> bool:
-    """Whether the op runs, because some of its products are ours: at least dweight's."""
-    return use_gemm(x, x.numel() // max(1, x.shape[-1]), *weight.shape, turned=True)
+    return _linear(x, weight, bias)

@@ -47,11 +47,11 @@ def test_names_and_shapes_are_the_models(shape):
 
 
 @pytest.mark.parametrize("own_product", [False, True])
-def test_flops_are_those_that_torch_counts(own_product, monkeypatch):
+def test_flops_are_those_that_torch_counts(own_product, request):
     """Also where linear's product is our own. Backward counts twice as many, and attention's scores
     once more."""
     if own_product:
-        use_own_product(monkeypatch)
+        use_own_product(request)
     model, idx = GPT(DENSE), torch.zeros(3, 16, dtype=torch.int64)
     forward = 3 * 16 * sum(block.part_flops(DENSE))
     with FlopCounterMode(display=False) as counter:

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastpar import GPT, GPTConfig, patch
 from fastpar.comm.host import SlowBus, bus_of
 from fastpar.kernels import make_key
-from fastpar.kernels.backend import has_gemm
 from fastpar.nn.recompute import HostActivations, Recomputed, recompute
 
 IDS = torch.arange(96).view(2, 48) * 7 % 61
@@ -135,14 +134,13 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-OURS_OR_TORCHS = "fastpar.linear" if has_gemm else "aten.addmm"  # by the processor
 TORCHS_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"  # without dropout
 
 
 @sweep(
     ("build", "kept", "cheap"),
     [
-        (gpt, [OURS_OR_TORCHS, "aten.mm", "fastpar.attention"], "fastpar.activation"),
+        (gpt, ["fastpar.linear", "fastpar.attention"], "fastpar.activation"),
         (lambda: Nested().eval(), ["aten.addmm", TORCHS_ATTENTION], "aten.gelu"),
     ],
 )

@@ -50,9 +50,9 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("own_product", [False, True])
-def test_every_case_counts_as_its_stock_form(own_product, monkeypatch):
+def test_every_case_counts_as_its_stock_form(own_product, request):
     if own_product:
-        use_own_product(monkeypatch)
+        use_own_product(request)
     counted = set()
     for op in PRODUCTS if own_product else MAKERS:
         for case in cases_of(op, 6, 32, **({"V": 7} if op == "embedding" else {})):
@@ -70,8 +70,8 @@ def test_every_case_counts_as_its_stock_form(own_product, monkeypatch):
     assert counted == PRODUCTS
 
 
-def test_what_is_frozen_is_not_counted(monkeypatch):
-    use_own_product(monkeypatch)
+def test_what_is_frozen_is_not_counted(request):
+    use_own_product(request)
     x, weight, targets = torch.randn(6, 8), torch.randn(5, 8), torch.randint(0, 5, (6,))
     product = 2 * 6 * 8 * 5
     for needed in ((), (x,), (weight,), (x, weight)):
