@@ -385,7 +385,7 @@ def _update_bytes(workload: Workload, setup: Setup, buckets: GPTBuckets) -> floa
         return _adafactor_scratch(setup, buckets)
     if setup.optimizer == "muon":
         found = matrices_of(workload.shape, buckets, setup)
-        room = max(matrices.room(product_bytes(setup)) for matrices in found)
+        room = product_bytes(setup) * max(matrices.room for matrices in found)
         if setup.device_type == "cuda":  # values and products in fp32 and 16 bits
             room += 14.0 * max(min(TOGETHER, matrices.numel / matrices.n_dp) for matrices in found)
         return room
