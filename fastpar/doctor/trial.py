@@ -150,16 +150,8 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def interleave(
-    variants: Mapping[str, Sequence[Call]],
-    clock: Any,
-    *,
-    budget_s: float,
-    min_runs: int = 7,
-    max_runs: int = 200,
-) -> dict[str, Timing]:
-    """Times the variants in turn, round after round; see samples_in_turn()."""
-    how: Any = {"budget_s": budget_s, "min_runs": min_runs, "max_runs": max_runs}
+def interleave(variants: Mapping[str, Sequence[Call]], clock: Any, **how: Any) -> dict[str, Timing]:
+    """Times the variants in turn, round after round; arguments as of samples_in_turn()."""
     samples = samples_in_turn(variants, clock, **how)
     return {name: Timing.of(times) for name, times in samples.items()}
 
