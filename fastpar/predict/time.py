@@ -277,8 +277,7 @@ class StepTime:
     """One optimizer step, in seconds.
 
     Attributes:
-        compute_s: of operations.
-        comm_s: of communication, overlapped or not; exposed_s: the part that the rank waits for.
+        exposed_s: of communication that the rank waits for.
         bubble_s: waiting for other pipeline stages.
         parts: forward, backward, recompute, loss, optimizer, exposed communication (dp, tp, cp,
             ep, pp, control), bubble, waiting for the host's step (offload) and other; they add up
@@ -288,8 +287,6 @@ class StepTime:
     """
 
     step_s: float
-    compute_s: float
-    comm_s: float
     exposed_s: float
     bubble_s: float
     parts: dict[str, float]
@@ -299,7 +296,7 @@ class StepTime:
     def measured(self, step_s: float) -> StepTime:
         """A real step that took so long; its parts are not known."""
         faster = self.step_s / step_s
-        return StepTime(step_s, 0, 0, 0, 0, {}, self.tokens_per_s * faster, self.mfu * faster)
+        return StepTime(step_s, 0, 0, {}, self.tokens_per_s * faster, self.mfu * faster)
 
 
 def predict_step(
@@ -344,9 +341,8 @@ def time_of(
     one = parts["forward"] / setup.grad_accum_steps, backward_s / setup.grad_accum_steps
     if setup.offload is not None:  # the host steps
         parts["optimizer"] = 0.0
-    compute_s = sum(parts.values())
     comms = list(comms)
-    comm_s, exposed = _exposed(setup, rates, comms, parts, (column_s, products_s))
+    exposed = _exposed(setup, rates, comms, parts, (column_s, products_s))
     parts.update(exposed)
     parts["bubble"] = 0.0
     if simulates:
@@ -362,7 +358,7 @@ def time_of(
     tokens_per_s = workload.tokens_per_step / step_s
     mfu = tokens_per_s * _token_flops(workload.shape) / (setup.world_size * rates.peak_flops)
     exposed_s = sum(exposed.values())
-    return StepTime(step_s, compute_s, comm_s, exposed_s, parts["bubble"], parts, tokens_per_s, mfu)
+    return StepTime(step_s, exposed_s, parts["bubble"], parts, tokens_per_s, mfu)
 
 
 def _exposed(
@@ -371,18 +367,17 @@ def _exposed(
     comms: Iterable[CommOp],
     parts: dict[str, float],
     windows: tuple[float, float],
-) -> tuple[float, dict[str, float]]:
-    """(all communication, exposed communication by part); see [Note: what hides].
+) -> dict[str, float]:
+    """Exposed communication by part; see [Note: what hides].
 
     windows: seconds of products of column layers, and of muon's.
     """
     n_micro, overlap = setup.grad_accum_steps, rates.overlap
     exposed = dict.fromkeys(_EXPOSED, 0.0)
-    total = along_tp = homes = 0.0
+    along_tp = homes = 0.0
     once, each = {"forward": 0.0, "backward": 0.0}, {"forward": 0.0, "backward": 0.0}
     for comm in comms:
         seconds = rates.comm_s(comm) * comm.count
-        total += seconds
         if comm.under == "schedule":  # see [Note: bubble]
             continue
         if not comm.under:
@@ -402,7 +397,7 @@ def _exposed(
         hidden, usual = overlap * seconds / n_micro, each[name] / n_micro
         exposed["dp"] += (n_micro - 1) * max(0.0, usual - hidden)
         exposed["dp"] += max(0.0, usual + once[name] - hidden)
-    return total, exposed
+    return exposed
 
 
 def cost_per_billion_tokens(
