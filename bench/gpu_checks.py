@@ -625,9 +625,10 @@ class Here(contextlib.AbstractContextManager["Here"]):
         self.close()
 
 
-def in_turns(name: str, batch_size: int, *names: str, rounds: int = 2, steps: int = 6) -> Found:
+def in_turns(name: str, batch_size: int, *names: str) -> Found:
     """Steps of several variants in this process, in turns; rows as those of `bench train`."""
     config = SMALL if RUN.quick else bench_train.CONFIGS[name][0]
+    rounds, steps = 2, 6
     if RUN.quick:
         batch_size, rounds, steps = 4, 1, 2
         names = tuple(n for n in names if n != "torch.compile")

@@ -121,7 +121,7 @@ def choose(listed: Sequence[Entry], only: Sequence[str]) -> list[Entry]:
     return found
 
 
-def tune(entry: Entry, arch: int, deadline: float, rows: int, checked_rows: int) -> Outcome:
+def tune(entry: Entry, arch: int, deadline: float) -> Outcome:
     """Tries the configs of a place; its present one stays where no other is faster."""
     case, found = entry.case, Outcome("")
     configs = entry.configs(arch)
@@ -130,8 +130,8 @@ def tune(entry: Entry, arch: int, deadline: float, rows: int, checked_rows: int)
     sms = torch.cuda.get_device_properties().multi_processor_count
     for line in warm([case] * len(forms), (arch, sms), forced=forms):
         print(f"not compiled: {line}", flush=True)
-    judged = proof_cases(case.op, case.size, case.device, checked_rows)
-    (timed, *_) = proof_cases(case.op, case.size, case.device, rows)
+    judged = proof_cases(case.op, case.size, case.device, CHECKED_ROWS)
+    (timed, *_) = proof_cases(case.op, case.size, case.device, DEFAULT_ROWS[case.device])
     ways: dict[str, tuple[Way, Any]] = {}
     for name, config in configs.items():
         if ways and time.monotonic() > deadline:
@@ -189,10 +189,7 @@ class Session:
         self.out.write_text(json.dumps({"places": places}, indent=1) + "\n")
 
 
-def run(
-    listed: Sequence[Entry], session: Session, *, minutes: float, rows: int = 0,
-    checked_rows: int = CHECKED_ROWS,
-) -> None:  # fmt: skip
+def run(listed: Sequence[Entry], session: Session, *, minutes: float) -> None:
     """Works through a list, longest expected gain first; a place that fails fails alone."""
     deadline = time.monotonic() + 60 * minutes
     for entry in sorted(listed, key=lambda entry: -entry.gain_ms):
@@ -200,9 +197,8 @@ def run(
             session.found.setdefault(entry.name, Outcome("not tuned: out of time"))
             continue
         print(f"== {entry.name}, {entry.gain_ms:g} ms expected", flush=True)
-        size = rows or DEFAULT_ROWS[entry.case.device]
         try:
-            outcome = tune(entry, session.arch, deadline, size, checked_rows)
+            outcome = tune(entry, session.arch, deadline)
         except Exception as error:
             print(f"{entry.name}: {reason(error)}", flush=True)
             outcome = Outcome(f"not tuned: {reason(error)}")
