@@ -32,11 +32,9 @@ from fastpar.comm.ranks import reason
 
 COMMANDS = {  # which are no benches: module with a main()
     "compare": "bench.systems.compare",
-    "grid": "bench.systems.grid",
     "host": "bench.systems.host",
     "ingest": "bench.ingest",
     "matrix": "bench.systems.matrix",
-    "red_rows": "bench.systems.red_rows",
     "report": "bench.report.report",
     "study": "bench.systems.study",
     "tune": "bench.ops.tune",

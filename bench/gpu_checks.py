@@ -11,7 +11,6 @@ imports and host code took up to twice as long, and half as much again.
 
 import argparse
 import contextlib
-import cProfile
 import functools
 import gc
 import hashlib
@@ -19,11 +18,9 @@ import importlib
 import itertools
 import json
 import os
-import pstats
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -42,7 +39,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastpar
-from bench.gpu_cells import AT_ONCE, CELLS, GOOD, LIMIT_S, RUN, Cell, Runner, cell, note
+from bench.gpu_cells import (
+    AT_ONCE,
+    CELLS,
+    GOOD,
+    LIMIT_S,
+    RUN,
+    Cell,
+    Runner,
+    cell,
+    note,
+    sources_digest,
+)
 from bench.harness import Bench
 from bench.records import RESULTS, ROOT, ResultFile, Row, commit, homes, machine
 from bench.systems import bench_train
@@ -50,7 +58,6 @@ from bench.systems.bench_train import Spec, Variant
 from fastpar.comm.ranks import reason
 from fastpar.doctor import doctor
 from fastpar.doctor.report import row as proof_line
-from fastpar.doctor.sources import digest_of
 from fastpar.doctor.table import VERSION, environment, row_of
 from fastpar.doctor.trial import clock_for, compile_launch, launches_of, synchronize, warm
 from fastpar.files.runs import list_checkpoints
@@ -246,7 +253,7 @@ def device_code(cases: Sequence[Case]) -> str:
     for case in cases:
         compiled = [compile_launch(one, gpu_here()) for one in launches_of(case, gpu_here())]
         texts = sorted({without_debug(one.asm["ptx"]) for one in compiled})
-        texts = texts or [digest_of(case.op), environment("cuda")["csrc"]]
+        texts = texts or [sources_digest("csrc", "kernels")]
         digest.update("".join([str(case), *texts]).encode())
     return digest.hexdigest()[:16]
 
@@ -618,9 +625,10 @@ class Here(contextlib.AbstractContextManager["Here"]):
         self.close()
 
 
-def in_turns(name: str, batch_size: int, *names: str, rounds: int = 2, steps: int = 6) -> Found:
+def in_turns(name: str, batch_size: int, *names: str) -> Found:
     """Steps of several variants in this process, in turns; rows as those of `bench train`."""
     config = SMALL if RUN.quick else bench_train.CONFIGS[name][0]
+    rounds, steps = 2, 6
     if RUN.quick:
         batch_size, rounds, steps = 4, 1, 2
         names = tuple(n for n in names if n != "torch.compile")
@@ -779,36 +787,6 @@ BESIDE = partial(in_turns, "124M", 32, "eager", "fastpar")
 CELLS.append(Cell("124M, B=32 beside eager", BESIDE, 35, "headline"))
 
 
-def host_of(kind: str) -> list[str]:
-    """A step of 124M at B = 4, where the host is the limit, and the functions that take longest."""
-    variant = Variant(Spec(kind, SMALL if RUN.quick else GPT2, 4, device=RUN.device))
-    profile = cProfile.Profile()
-    with torch.autograd.set_multithreading_enabled(False):  # backward in this thread
-        variant.steps(6)
-        lines = [f"{statistics.median(variant.steps(12)['ms']):.2f} ms a step"]
-        profile.runcall(variant.steps, 10)
-    stats: Any = pstats.Stats(profile)
-    functions = sorted(stats.stats.items(), key=lambda item: -item[1][2])[:45]
-    for (file, line, name), (_, count, own, total, _) in functions:
-        where = f"{Path(file).parent.name}/{Path(file).name}:{line} {name}"[-80:]
-        lines.append(f"  {count / 10:.0f} x {where}: {own * 100:.3f}, {total * 100:.3f} ms in all")
-    return lines
-
-
-def host_of_a_step() -> Found:
-    lines: list[str] = []
-    for name, kind, choice in (
-        ("eager", "stock", "auto"), ("stock ops", "fastpar", "torch"), ("own", "fastpar", "auto")
-    ):  # fmt: skip
-        before, backend.choice = backend.choice, choice
-        first, *functions = host_of(kind)
-        backend.choice = before
-        lines += [f"{name}: {first}", *functions * (name == "own")]
-        note(lines=lines)
-        gc.collect()
-    return {"lines": lines, "shown": "; ".join(lines[:3])}
-
-
 # Right? Those that failed or never ended on a GPU come first; torch.compile behind them.
 
 FAILED = ("resume, fp16 with a loss scale", "compile", "cuda_graphs")
@@ -871,7 +849,6 @@ ON_REQUEST = [  # by --only
         Cell(f"compile {n}", partial(run_bench, n, only, dry=True), 60, "on request", on_cpu=False)
         for n, only in TIMED[:4]
     ),
-    Cell("host of a step", host_of_a_step, 60, "on request"),
 ]
 
 

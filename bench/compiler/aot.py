@@ -44,6 +44,7 @@ from bench.compiler.aot_rules import (
 )
 from bench.records import ROOT, commit, parser_of
 from fastpar.comm.ranks import reason
+from fastpar.doctor.trial import compile_launch
 
 MINIMUM = "3.6.0"  # what torch 2.11 comes with
 MINIMUM_FOLDER = ROOT / "build" / "triton-3.6"
@@ -158,17 +159,8 @@ def distinct(jobs: Sequence[Job]) -> list[Job]:
 
 def compile_one(job: Job) -> Row:
     """What the compiler made of a launch."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    launch = job.launch
-    language = GluonASTSource if launch.kernel.is_gluon() else ASTSource
-    source = language(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
-    target = GPUTarget("cuda", job.arch, 32)
-    compiled = triton.compile(source, target=target, options=launch.options)
-    said = warnings(compiled.asm["ptx"], job.arch, launch.options)
+    compiled = compile_launch(job.launch, (job.arch, 0))
+    said = warnings(compiled.asm["ptx"], job.arch, job.launch.options)
     return {**measure(job, compiled), "warnings": said}
 
 

@@ -8,8 +8,6 @@ here: `fastpar doctor` proves it.
 
     python -m bench tune --minutes 10                   the whole list
     python -m bench tune "bwd_dq" gelu                  places whose name holds one of these
-    python -m bench tune --alternative "load tma"       only configs whose name holds this
-    python -m bench tune --compile 90                   all configs for sm_90, without a GPU
 
 What was found is in build/bench/tune.json as soon as a place is done. With --commit-results winners
 go to the tables. A place's configs are compiled by all cores before they are tried.
@@ -112,34 +110,28 @@ def forced(entry: Entry, config: Any) -> Iterator[None]:
         yield
 
 
-def choose(listed: Sequence[Entry], only: Sequence[str], alternative: str) -> list[Entry]:
-    """The requested places; ValueError: there are none, or none has a config of this name."""
+def choose(listed: Sequence[Entry], only: Sequence[str]) -> list[Entry]:
+    """The requested places; ValueError: there are none."""
     found = [e for e in listed if not only or any(text in e.name for text in only)]
     if not found:
         raise ValueError(
             f"tune: expected a part of a place's name, got names={' '.join(only)}; one of "
             f"{'; '.join(e.name for e in listed)}"
         )
-    able = [e for e in found if any(alternative in n for a in SHARED_BYTES for n in e.configs(a))]
-    if not able:
-        raise ValueError(
-            f"tune: expected a part of a config's name, got alternative={alternative}: no place "
-            "has one of this name; leave --alternative out, or name another"
-        )
-    return able
+    return found
 
 
-def tune(
-    entry: Entry, arch: int, deadline: float, alternative: str, rows: int, checked_rows: int
-) -> Outcome:
+def tune(entry: Entry, arch: int, deadline: float) -> Outcome:
     """Tries the configs of a place; its present one stays where no other is faster."""
     case, found = entry.case, Outcome("")
     configs = entry.configs(arch)
     present = next(iter(configs))
-    configs = {n: c for n, c in configs.items() if n == present or alternative in n}
-    compile_ahead([(entry, config) for config in configs.values()], arch)
-    judged = proof_cases(case.op, case.size, case.device, checked_rows)
-    (timed, *_) = proof_cases(case.op, case.size, case.device, rows)
+    forms = [(entry.table.name, entry.place, tuple(config)) for config in configs.values()]
+    sms = torch.cuda.get_device_properties().multi_processor_count
+    for line in warm([case] * len(forms), (arch, sms), forced=forms):
+        print(f"not compiled: {line}", flush=True)
+    judged = proof_cases(case.op, case.size, case.device, CHECKED_ROWS)
+    (timed, *_) = proof_cases(case.op, case.size, case.device, DEFAULT_ROWS[case.device])
     ways: dict[str, tuple[Way, Any]] = {}
     for name, config in configs.items():
         if ways and time.monotonic() > deadline:
@@ -176,18 +168,6 @@ def tune(
     return found
 
 
-def compile_ahead(jobs: Sequence[tuple[Entry, Any]], arch: int) -> list[str]:
-    """Compiles entries with configs by all cores; told and returned: what cannot be."""
-    from fastpar.kernels.triton_launch import SMS
-
-    sms = SMS[arch] if arch in SMS else torch.cuda.get_device_properties().multi_processor_count
-    tables = [(e.table.name, e.place, tuple(config)) for e, config in jobs]
-    errors = warm([entry.case for entry, _ in jobs], (arch, sms), forced=tables)
-    for line in errors:
-        print(f"not compiled: {line}", flush=True)
-    return errors
-
-
 class Session:
     """One run through the list: what it found, and where that is kept after each place."""
 
@@ -209,10 +189,7 @@ class Session:
         self.out.write_text(json.dumps({"places": places}, indent=1) + "\n")
 
 
-def run(
-    listed: Sequence[Entry], session: Session, *, minutes: float, alternative: str = "",
-    rows: int = 0, checked_rows: int = CHECKED_ROWS,
-) -> None:  # fmt: skip
+def run(listed: Sequence[Entry], session: Session, *, minutes: float) -> None:
     """Works through a list, longest expected gain first; a place that fails fails alone."""
     deadline = time.monotonic() + 60 * minutes
     for entry in sorted(listed, key=lambda entry: -entry.gain_ms):
@@ -220,9 +197,8 @@ def run(
             session.found.setdefault(entry.name, Outcome("not tuned: out of time"))
             continue
         print(f"== {entry.name}, {entry.gain_ms:g} ms expected", flush=True)
-        size = rows or DEFAULT_ROWS[entry.case.device]
         try:
-            outcome = tune(entry, session.arch, deadline, alternative, size, checked_rows)
+            outcome = tune(entry, session.arch, deadline)
         except Exception as error:
             print(f"{entry.name}: {reason(error)}", flush=True)
             outcome = Outcome(f"not tuned: {reason(error)}")
@@ -230,12 +206,10 @@ def run(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the list; 2 for what cannot be, 1 where something could not be compiled."""
+    """Runs the list; 2 for what cannot be."""
     parser = parser_of("bench tune", __doc__, device=True)
     parser.add_argument("names", nargs="*", metavar="TEXT", help="parts of names of places")
     parser.add_argument("--minutes", type=float, default=10.0, help="for the whole list")
-    parser.add_argument("--alternative", default="", metavar="TEXT", help="only those named so")
-    parser.add_argument("--compile", type=int, metavar="ARCH", help="90: compile for sm_90 only")
     parser.add_argument("--commit-results", action="store_true", help="write the tables that ship")
     parser.add_argument("--out", type=Path, default=SCRATCH / "tune.json", help="what was found")
     args = parser.parse_args(argv)
@@ -257,26 +231,15 @@ def _arch() -> int:
 def _main(args: argparse.Namespace) -> int:
     if args.minutes <= 0:
         raise ValueError(f"tune: expected minutes > 0, got minutes={args.minutes:g}; 10 is usual")
-    listed = choose(entries(args.compile or _arch()), args.names, args.alternative)
-    if args.compile:
-        from fastpar.kernels.triton_launch import SMS
-
-        if args.compile not in SMS:
-            raise ValueError(f"tune: expected arch in {sorted(SMS)}, got arch={args.compile}")
-        named = [(e, item) for e in listed for item in e.configs(args.compile).items()]
-        jobs = [(e, config) for e, (name, config) in named if args.alternative in name]
-        errors = compile_ahead(jobs, args.compile)
-        print(f"sm_{args.compile}: {len(jobs)} configs of {len(listed)} places compiled")
-        return int(bool(errors))
+    listed = choose(entries(_arch()), args.names)
     if device_of(args, "tune") == "cpu":
         raise ValueError(
-            "tune: expected a GPU, got device=cpu, whose kernels have no tables; --compile 90 "
-            "compiles them without one"
+            "tune: expected a GPU, got device=cpu, whose kernels have no tables; use a GPU"
         )
     print(machine_line(machine("cuda")), flush=True)
     session = Session(_arch(), args.commit_results, args.out)
     try:
-        run(listed, session, minutes=args.minutes, alternative=args.alternative)
+        run(listed, session, minutes=args.minutes)
     except KeyboardInterrupt:
         print("stopped; what was found is kept")
     for name, outcome in session.found.items():

@@ -41,7 +41,7 @@ def render(name: str, folder: Path) -> str:
     if kind == "published":
         return published.table() + "\n"
     if kind in learning.TABLES:
-        made = [learning.table(kind, folder)]
+        made = learning.tables(kind, folder)
     else:
         make = TABLES.get(kind, tables.ops_table)
         found = [

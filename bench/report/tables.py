@@ -220,9 +220,6 @@ CELLS: dict[str, Cell] = {  # heading -> cell, unless a table has its own
     "took turns with, ms": of(lambda row: turns(row) if row.baseline else ""),
     "speed-up over": of(lambda row: f"{speedup(row)} {row.baseline}" * bool(row.baseline)),
     "memory": of(lambda row: times(row.notes.get("memory_ratio"))),
-    "seconds": note("total_s"),
-    "validation loss": note("val_loss", form="{:.4f}"),
-    "largest loss difference in 200 steps": note("max_loss_difference", form="{:.1e}"),
     "loss differs by": note("loss_difference", form="{:.0e}"),
     "over FSDP2": beside("FSDP2"),
     "over torch DCP": beside("torch DCP"),
@@ -276,49 +273,6 @@ def plan_table(rows: Sequence[Row]) -> Table:
     return Table([*head, "worst", "bias", "target"], lines)
 
 
-HALF = ", bf16"  # of a case's name
-STEPS = {  # in the roofline: variants in fp32 and in bf16
-    "fastpar": ("fastpar", "fastpar"),
-    "plain PyTorch, freed memory kept": ("eager, freed memory kept", "eager, autocast"),
-}
-
-
-def roofline_table(rows: Sequence[Row]) -> Table:
-    """A step's matrix products, each at its own rate, their sum, and whole steps."""
-    own = [r for r in only("train")(rows) if r.median_ms]
-    cases = dict.fromkeys(r.case for r in own if r.direction == "products")
-    lines = []
-    for case in (case for case in cases if not case.endswith(HALF)):
-        both = [[r for r in own if r.case == name] for name in (case, f"{case}{HALF}")]
-        both = [some for some in both if some]  # bf16 was measured on some machines only
-        parts = [[r for r in some if r.direction == "products"] for some in both]
-        sums = [sum(r.median_ms or 0.0 for r in part) for part in parts]
-        flops = sum(_flops(r) for r in parts[0])
-
-        def line(name: str, ms: Sequence[float], flops: float, rows: Sequence[Row]) -> None:
-            cells = [text for t in ms for text in (number(t), number(flops / t / 1e6))]
-            cells += [""] * (4 - len(cells))
-            lines.append(Line([f"{case}: {name}", *cells], rows))  # noqa: B023
-
-        for pair in zip(*parts):
-            notes, ms = pair[0].notes, [row.median_ms or 0.0 for row in pair]
-            name = f"{pair[0].variant}, {notes['shape']}, {notes['count']} x 3"
-            line(name, ms, _flops(pair[0]), pair)
-        line("**all products**", sums, flops, [row for part in parts for row in part])
-        for name, variants in STEPS.items():
-            steps = [r for some, v in zip(both, variants) for r in some if r.variant == v]
-            if len(steps) == len(both):
-                ms = [row.median_ms or 0.0 for row in steps]
-                shares = ", ".join(f"{least / t:.0%}" for least, t in zip(sums, ms))
-                line(f"**step, {name}**; products are {shares}", ms, flops, steps)
-    head = ["products of a step, n x k x m", "fp32 ms", "GFLOP/s", "bf16 ms", "GFLOP/s"]
-    return Table(head, lines)
-
-
-def _flops(row: Row) -> float:
-    return 1e9 * (row.tflop_per_s or 0.0) * (row.median_ms or 0.0)
-
-
 def ops_table(rows: Sequence[Row]) -> Table:
     """fastpar beside eager and the fastest other variant, with memory and host time if known. A row
     that is slower than the fastest other one says so."""
@@ -370,12 +324,6 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
         "training step = case | variant | ranks x threads",
         "ms | tokens/s | speed-up | peak MB | memory | host ms | compile s",
     ),
-    "char": spec(
-        only("train", lambda row: row.direction == "step" and row.case.startswith("char")),
-        "run = case | variant",
-        "seconds | ms a step = ms | speed-up of a step = speed-up | validation loss"
-        " | largest loss difference in 200 steps",
-    ),
     "zero": spec(
         only("zero", together=True),
         "training step = case: variant | ranks x threads",
@@ -404,7 +352,6 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
         "ms | rate | speed-up over | over torch DCP | extra MB = peak MB",
     ),
     "plan": plan_table,
-    "roofline": roofline_table,
     "pp": spec(only("pp"), PP, PP_SAYS),
     "cp": spec(only("cp"), PP, PP_SAYS),
 }

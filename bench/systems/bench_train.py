@@ -3,14 +3,9 @@
 Plain PyTorch is bench/peers/stock.py, eager and under torch.compile, with fused AdamW and
 clip_grad_norm_; for two ranks it is DDP with 25 MB buckets. Same weights, batches and threads, in
 turns (bench/systems/steps.py). Cases: 6x384 and 12x768 on a CPU, one process in fp32, with AMX in
-bf16 (fastpar with fp32 masters, plain PyTorch under autocast), and two ranks; char, nanoGPT's CPU
-recipe with its loss curve; on a GPU 124M and 1.5B. "model NAME" are MODELS, on a CPU in fp32 those
-that find memory; NanoChat and Qwen3 stand beside transformers' classes.
-
-Rows of direction "products" are the matrix products of a step of one process, each timed alone by
-torch.mm at its shape, all cores: a step that is as fast as they are together is at the roofline.
-Three of a layer: forward, of its input's gradient, of its weight's. Attention's count half of their
-square, the six of a step that computes nothing again.
+bf16 (fastpar with fp32 masters, plain PyTorch under autocast), and two ranks; on a GPU 124M and
+1.5B. "model NAME" are MODELS, on a CPU in fp32 those that find memory; NanoChat and Qwen3 stand
+beside transformers' classes.
 
 [Note: the gate of a training step] After its timed steps a fastpar variant computes the gradients
 of one small batch; their error against plain PyTorch in fp64 on the same weights, as a vector norm,
@@ -19,7 +14,6 @@ transformers compute in fp32 at most; there the losses are compared, see steps.p
 """
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -46,8 +40,6 @@ from bench.systems.steps import (
 )
 from fastpar.comm.host import memory_mb
 from fastpar.comm.mesh import Mesh
-from fastpar.data.batches import eval_batches, load_data, sample_batch
-from fastpar.doctor.trial import interleave
 from fastpar.engine.engine import engine_of
 from fastpar.engine.parallelize import parallelize
 from fastpar.kernels import keep_freed_memory
@@ -55,7 +47,7 @@ from fastpar.kernels.backend import has_bf16_gemm
 from fastpar.models.gpt import GPT
 from fastpar.observe.strategies import Settings, adamw_of
 from fastpar.optim.adamw import AdamW
-from fastpar.optim.schedule import cosine_lr, param_groups
+from fastpar.optim.schedule import param_groups
 from fastpar.settings.model import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 3600, "cuda": 1200}
@@ -75,7 +67,6 @@ MODELS = {  # preset -> what runs with --quick
     "qwen3-0.6b": GPTConfig.preset("qwen3-tiny", vocab_size=256),
 }
 BYTES = 24  # of a parameter in fp32: weight, gradient, two moments; the rest for activations
-CHAR_STEPS, CHAR_BATCH, CHAR_SLICE = 2000, 12, 50
 GPU_CASES = ("124M", "1.5B")
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.99), 0.1, 1.0
 CHECK_TOKENS = 32
@@ -93,9 +84,7 @@ class Spec:
     ranks: int = 1
     compiled: bool = False
     keep_memory: bool = False  # glibc keeps freed memory, as fastpar's trainer asks it to
-    text: bool = False  # characters of fastpar's text instead of random tokens
     lr: float = 6e-4
-    schedule: tuple[int, int, float] | None = None  # warm-up steps, all steps, last lr
     bf16: bool = False  # weights of fastpar with fp32 masters; autocast of plain PyTorch; a GPU's
 
     @property
@@ -116,7 +105,6 @@ class Variant:
         self.model: Callable[..., Tensor] = self.module
         if spec.compiled:
             self.model = torch.compile(self.module, dynamic=False)
-        self.data = load_text() if spec.text else None
 
     def _build(self) -> tuple[nn.Module, Any]:
         spec = self.spec
@@ -172,11 +160,6 @@ class Variant:
         return {"ms": times, "losses": losses, "reports": reports, "host_s": host}
 
     def _step(self, index: int, x: Tensor, y: Tensor) -> Tensor:
-        if self.spec.schedule is not None:
-            warmup, steps, last = self.spec.schedule
-            how: Any = {"min_lr": last, "warmup_steps": warmup, "max_steps": steps}
-            for group in self.optimizer.param_groups:
-                group["lr"] = cosine_lr(index, lr=self.spec.lr, **how)
         loss = self._loss(x, y)
         loss.backward()
         if self.spec.kind == "stock":
@@ -194,29 +177,14 @@ class Variant:
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This rank's rows of the step's batch; the same batch for every variant."""
         spec = self.spec
-        if self.data is None:
-            x, y = batch(spec.config, step, self.rank, spec.ranks, spec.rows)
-            return x.to(spec.device), y.to(spec.device)
-        n = spec.rows // spec.ranks
-        at: Any = {"first_sample": step * spec.rows + self.rank * n, "n_samples": n, "seed": 1337}
-        length = spec.config.block_size
-        x, y = sample_batch(self.data.train, block_size=length, device=spec.device, **at)
-        return x, y
+        x, y = batch(spec.config, step, self.rank, spec.ranks, spec.rows)
+        return x.to(spec.device), y.to(spec.device)
 
     def _report(self) -> dict[str, float]:
         if self.spec.kind == "stock" or self.spec.ranks == 1:
             return {}
         report = engine_of(self.module).report
         return {} if report is None else {"exposed_comm_ms": report.exposed_ms or 0.0}
-
-    @torch.no_grad()
-    def val_loss(self) -> float:
-        """Mean loss over 64 batches from the start of the validation text."""
-        assert self.data is not None
-        rows, length = self.spec.rows, self.spec.config.block_size
-        how: Any = {"batch_size": rows, "block_size": length, "n_batches": 64}
-        batches = eval_batches(self.data.val, device=self.spec.device, **how)
-        return sum(self._loss(x, y).item() * len(x) for x, y in batches) / (64 * rows)
 
     def reset_peak(self) -> None:
         if self.spec.device == "cuda":
@@ -267,13 +235,8 @@ class Variant:
         return {name: grad.clone() for name, grad in found.items()}
 
 
-def load_text() -> Any:
-    """The text that ships with fastpar's dependency, as characters."""
-    return load_data("bible", "chars", val_fraction=0.1, progress=False)
-
-
 def take_turns(
-    specs: Mapping[str, Spec], *, rounds: int, steps: int, warmup: int, val: bool = False,
+    specs: Mapping[str, Spec], *, rounds: int, steps: int, warmup: int,
     begin: Callable[[Spec], Any] = lambda spec: start(spec, Variant),
 ) -> dict[str, Log]:  # fmt: skip
     """Every variant runs `steps` steps in each of `rounds` rounds; a failure stops only its own."""
@@ -287,8 +250,6 @@ def take_turns(
 
         def finish(name: str) -> None:
             logs[name].peak_bytes = max(turns.ask(name, "peak_bytes"))
-            if val:
-                logs[name].notes["val_loss"] = statistics.fmean(turns.ask(name, "val_loss"))
             if specs[name].kind != "fastpar":
                 turns.close(name)  # the gate below needs memory for fp64 gradients
 
@@ -325,11 +286,8 @@ def to_rows(
         row.dtype = "bfloat16" if spec.half else "float32"
         row.notes["batch_size"] = spec.rows
         rows.append(row)
-        if row.speedup is not None:
-            if base.peak_bytes and log.peak_bytes:
-                row.notes["memory_ratio"] = log.peak_bytes / base.peak_bytes
-            pairs = list(zip(log.losses, base.losses))[:200]
-            row.notes["max_loss_difference"] = max(abs(a - b) for a, b in pairs)
+        if row.speedup is not None and base.peak_bytes and log.peak_bytes:
+            row.notes["memory_ratio"] = log.peak_bytes / base.peak_bytes
     return rows
 
 
@@ -348,7 +306,6 @@ def run_cpu(bench: Bench, name: str) -> None:
     }
     logs = take_turns(specs, rounds=rounds, steps=steps, warmup=2)
     bench.add(*to_rows(bench, title, specs, logs, "eager"))
-    time_products(bench, title, config, batch_size)  # between steps: what a machine does drifts
     if bench.quick or has_bf16_gemm:
         half = replace(one, keep_memory=True, bf16=True)
         specs = {"eager, autocast": half, "fastpar": replace(half, kind="fastpar")}
@@ -359,56 +316,6 @@ def run_cpu(bench: Bench, name: str) -> None:
     specs["DDP, freed memory kept"] = replace(two, keep_memory=True)
     logs = take_turns(specs, rounds=rounds, steps=steps, warmup=2)
     bench.add(*to_rows(bench, f"{title}, 2 ranks", specs, logs, "DDP"))
-
-
-def time_products(bench: Bench, title: str, config: GPTConfig, rows: int) -> None:
-    """A row for the products of each kind of layer: their milliseconds in a step."""
-    width, length, layers = config.n_embd, config.block_size, config.n_layer
-    n, heads = rows * length, rows * config.n_head
-    shapes = {  # how many at once, n, k, m, how many of each of its three products a step has
-        "q, k, v": (1, n, width, 3 * width, layers),
-        "attention": (heads, length, width // config.n_head, length, layers),  # half of six squares
-        "attention's output": (1, n, width, width, layers),
-        "first of the MLP": (1, n, width, 4 * width, layers),
-        "second of the MLP": (1, n, 4 * width, width, layers),
-        "logits": (1, n, width, config.vocab_size, 1),
-    }
-    dtypes = {torch.float32: ""} | ({torch.bfloat16: ", bf16"} if has_bf16_gemm else {})
-    for dtype, end in dtypes.items():
-        for layer, (many, n, k, m, count) in shapes.items():
-            sizes = (n, k), (m, k), (n, m)
-            x, w, dy = (torch.randn(many, *size).squeeze(0).to(dtype) for size in sizes)
-            calls = {  # into memory that is there, as in a step that keeps what is freed
-                "y": partial(torch.matmul, x, w.mT, out=torch.empty_like(dy)),
-                "dx": partial(torch.matmul, dy, w, out=torch.empty_like(x)),
-                "dw": partial(torch.matmul, dy.mT, x, out=torch.empty_like(w)),
-            }
-            timed = interleave({c: [call] for c, call in calls.items()}, bench.clock, budget_s=1.0)
-            row = bench.row(f"{title}{end}", "products", layer, dtype)
-            ms = [count * sum(each) for each in zip(*(t[:3] for t in timed.values()))]
-            row.median_ms, row.p20_ms, row.p80_ms = ms
-            row.tflop_per_s = count * 6 * many * n * k * m / ms[0] / 1e9
-            row.runs = min(t.runs for t in timed.values())
-            row.notes = {"shape": f"{many} x " * (many > 1) + f"{n} x {k} x {m}", "count": count}
-            bench.add(row)
-
-
-def run_char(bench: Bench) -> None:
-    """nanoGPT's CPU recipe on the characters of the text that fastpar's dependency ships."""
-    data = load_text()
-    total, width = (4, 2) if bench.quick else (CHAR_STEPS, CHAR_SLICE)
-    config = GPTConfig(4, 4, 128, 64, data.vocab_size, dropout=0.0)
-    how: Any = {"lr": 1e-3, "schedule": (100, CHAR_STEPS, 1e-4), "text": True}
-    how |= {"device": bench.device, "threads": torch.get_num_threads()}
-    stock = Spec("stock", config, CHAR_BATCH, **how)
-    specs = {"eager": stock, "fastpar": replace(stock, kind="fastpar", keep_memory=True)}
-    logs = take_turns(specs, rounds=total // width, steps=width, warmup=0, val=True)
-    for log in logs.values():
-        log.notes |= {"text": data.name, "characters": data.vocab_size, "steps": len(log.ms)}
-        log.notes["total_s"] = sum(log.ms) / 1e3
-        log.notes["losses_every_100"] = [round(loss, 4) for loss in log.losses[::100]]
-    title = f"char 4x128 T=64 B={CHAR_BATCH} {total} steps"
-    bench.add(*to_rows(bench, title, specs, logs, "eager"))
 
 
 def run_model(bench: Bench, name: str) -> None:
@@ -456,7 +363,6 @@ def run_pairs(bench: Bench, name: str, config: GPTConfig, batch_size: int) -> No
 def run(bench: Bench) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     jobs = {name: partial(run_cpu, bench, name) for name in ("6x384", "12x768")}
-    jobs["char"] = partial(run_char, bench)
     names = {MODELS[n] if bench.quick else n: n for n in MODELS}.values()  # each tiny shape once
     models = {f"model {name}": partial(run_model, bench, name) for name in names}
     if bench.device == "cuda" or (bench.quick and bench.only in GPU_CASES):

@@ -283,17 +283,17 @@ def _difference(mode: dict[str, Any] | None) -> str:
 
 
 def table(folder: Path) -> None:
-    """README.md and matrix.png of the rows in a folder."""
+    """README.md of the rows in a folder."""
     own, others = (json.loads((folder / f"{n}.json").read_text()) for n in ("fastpar", "peers"))
     said = PUBLISHED
     losses = f"{said['lowest']} to {said['highest']}, one GPU {said['one_process']}"
-    quoted = [f"{said['who']}: {said['layouts']} layouts", losses, "-", "-", f"{_published():.3f}"]
+    far = max(abs(said[end] - said["one_process"]) for end in ("lowest", "highest"))
+    quoted = [f"{said['who']}: {said['layouts']} layouts", losses, "-", "-", f"{far:.3f}"]
     lines = [
         "# One run on every layout\n",
         "Written by `python -m bench matrix table`; how it was run: `bench/systems/matrix.py`.",
         "Distance: how far the training loss is from that of one process with the same settings,",
         f"the larger one of steps {AT[0]} and {AT[1]}; 0: the same bits.\n",
-        "![Distance of the loss to one process](matrix.png)\n",
         f"## fastpar: {len(own['rows'])} layouts, dropout 0.1\n",
         _table(own["rows"], "deterministic", "default"),
         f"\n{machine_line(own['machine'])}\n\n## torch and DeepSpeed, a plain GPT-2\n",
@@ -304,7 +304,6 @@ def table(folder: Path) -> None:
         "torchtitan's row is quoted: a larger model on GPUs; it does not mention dropout.\n",
     ]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
-    _draw(own["rows"], others["rows"], folder / "matrix.png")
 
 
 def _table(rows: Sequence[dict[str, Any]], first: str, second: str, *more: list[str]) -> str:
@@ -319,69 +318,11 @@ def _table(rows: Sequence[dict[str, Any]], first: str, second: str, *more: list[
     return tables.markdown(["layout", *head], [*lines, *more])
 
 
-def _published() -> float:
-    return max(abs(PUBLISHED[end] - PUBLISHED["one_process"]) for end in ("lowest", "highest"))
-
-
-def _split_products(row: dict[str, Any]) -> bool:
-    """Whether sums of one product lie on several ranks, whose order cannot be that of one."""
-    return bool({"tp", "cp", "tp_grid"} & {*row["settings"]})
-
-
 def _wrong(row: dict[str, Any]) -> bool:
-    """Whether it did not run, or is another run in deterministic mode."""
-    bound = 1e-5 if _split_products(row) else 0.0
+    """Whether it did not run, or is another run in deterministic mode: of sums whose terms lie on
+    several ranks the order cannot be that of one."""
+    bound = 1e-5 if {"tp", "cp", "tp_grid"} & {*row["settings"]} else 0.0
     return "refused" in row or difference(row["deterministic"]) > bound
-
-
-def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-    from matplotlib import pyplot
-
-    def of(rows: list[dict[str, Any]], mode: str) -> list[float]:
-        return [difference(row[mode]) for row in rows if mode in row]
-
-    whole, split = ([r for r in own if _split_products(r) == is_so] for is_so in (False, True))
-    torchs, deepspeeds = (
-        [row for row in others if row["who"].startswith("DeepSpeed") == is_so]
-        for is_so in (False, True)
-    )
-    own_title = "fastpar, dropout 0.1, deterministic"
-    groups = [
-        (f"{own_title}:\ndp, ZeRO, pp, ep, offload, Muon", of(whole, "deterministic")),
-        ("the same with tp, grids or cp", of(split, "deterministic")),
-        ("all of them, default mode", of(own, "default")),
-        ("torch: DDP, FSDP2, DTensor, 1F1B,\nno dropout", of(torchs, "no dropout")),
-        ("DeepSpeed: ZeRO 1 to 3, pipeline,\nno dropout", of(deepspeeds, "no dropout")),
-        ("torch, dropout 0.1", of(torchs, "dropout")),
-        ("DeepSpeed, dropout 0.1", of(deepspeeds, "dropout")),
-        ("torchtitan, its own published\nmatrix of 18 layouts", [_published()]),
-    ]
-    matplotlib.use("Agg")  # needs no screen
-    figure, axes = pyplot.subplots(figsize=(8.2, 4.4), layout="constrained")
-    smallest = 1e-8
-    for at, (_label, values) in enumerate(groups):
-        few = len(values) == 1
-        shift = [0.28 * ((i * 7) % 9 - 4) / 4 * (not few) for i in range(len(values))]
-        places = [max(value, smallest) for value in values]
-        colour = "#D55E00" if at < 3 else "#0072B2"  # Okabe and Ito's: the colour-blind see them
-        axes.scatter(places, [at + s for s in shift], s=18, color=colour, alpha=0.7, linewidths=0)
-        text = f"{PUBLISHED['layouts'] if few else len(values)}"
-        axes.text(1.04, at, text, va="center", fontsize=9, transform=axes.get_yaxis_transform())
-    axes.set_xscale("log")
-    axes.set_xlim(smallest / 2, 3.0)
-    ticks = [smallest, *(10.0**n for n in range(-7, 1))]
-    axes.set_xticks(ticks, ["0", *(f"1e{n}" for n in range(-7, 0)), "1"], fontsize=9)
-    axes.minorticks_off()
-    axes.set_yticks(range(len(groups)), [label for label, _ in groups], fontsize=9)
-    axes.invert_yaxis()
-    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    what = "distance of the loss to that of one process, at step 10 or 20; right: layouts"
-    axes.set_xlabel(what, fontsize=9)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,6 +20,7 @@ without the model: the parameters' shapes go through the same build_layout() in 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -107,10 +108,11 @@ class GPTBuckets:
         return tuple(i for i, name in enumerate(self.names) if name in own)
 
     @functools.cached_property
-    def arrival(self) -> tuple[int, ...]:
-        """The bucket of each parameter, in the order in which backward computes the gradients."""
-        bucket_of = {slot.registered: slot.bucket for slot in self.layout.slots}
-        return tuple(bucket_of[i] for i in reversed(range(len(self.shapes))))
+    def ends(self) -> tuple[int, ...]:
+        """Elements of the first buckets, without padding: those of one, of two, ... of all."""
+        slots = [bucket.slots for bucket in self.layout.buckets]
+        sizes = (sum(self.layout.slots[i].spec.numel for i in of) for of in slots)
+        return tuple(itertools.accumulate(sizes))
 
     @functools.cached_property
     def units(self) -> tuple[int, ...]:

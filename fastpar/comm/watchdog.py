@@ -14,9 +14,6 @@ A rank is judged only if others wait for it, however long it computes. A rank th
 itself counts only the time in which its own watchdog ran, so a suspended machine accuses nobody.
 The process groups' own timeouts count all time: see Mesh.trust_watchdog.
 
-A launcher that was stopped (SIGSTOP, Ctrl-Z) should not have ranks that train on. It cannot tell
-them, so each watchdog looks at the state of its parent: 45 us, twice a second.
-
 Threads: a thread that may wait records the reason in its own Activity: a few attributes, no lock.
 The watchdog's two threads read them. One talks to the store, which may itself hang with its host;
 the other one judges with what is known.
@@ -28,7 +25,6 @@ import contextlib
 import gc
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -47,7 +43,6 @@ _STALE_BEATS = 3
 _LINGER_S = 2.0  # time for other ranks to report before a launcher sees that this one ended
 _STORE_S = 3.0
 _DEEPEST = 40  # reported frames of a stack: 26 from the loop to a wait in a split layer
-MARK = "FASTPAR_MARK"  # variable: the file that a rank makes while it is stopped with its launcher
 _RECENT = 64  # collectives of a stream that are checked
 
 
@@ -287,14 +282,12 @@ class Watchdog:
 
     def _watch(self) -> None:
         """The thread that judges."""
-        last, mark = time.monotonic(), os.environ.get(MARK)
+        last = time.monotonic()
         while not self._over.wait(self._beat_s / 2):
             now = time.monotonic()
             stood_s, last = now - last, now
             if stood_s > 2 * self._beat_s:  # what the others did meanwhile is not known yet
                 self._since, self._answered = None, now
-            if mark is not None and _is_stopped(os.getppid()):
-                _stop(mark)
             wait = self._now()
             if wait is None or wait[0] != self._wait:
                 self._waited, self._wait = 0.0, wait and wait[0]
@@ -374,21 +367,6 @@ def _own_connection(store: Any, start: str) -> Any:
         store = store.clone()
     store.set_timeout(timedelta(seconds=_STORE_S))
     return dist.PrefixStore(f"fastpar/watchdog/{start}", store)
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
-
-
-def _stop(mark: str) -> None:
-    """Stop this process until its launcher, which looks for the mark, continues it."""
-    with contextlib.suppress(OSError):  # the folder is gone: so is the launcher
-        Path(mark).touch()
-        # To this thread: it stops before it could remove the mark.
-        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-        Path(mark).unlink()
 
 
 def _unfinished(recent: list[tuple]) -> tuple | None:

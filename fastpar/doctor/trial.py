@@ -47,7 +47,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -151,16 +150,8 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def interleave(
-    variants: Mapping[str, Sequence[Call]],
-    clock: Any,
-    *,
-    budget_s: float,
-    min_runs: int = 7,
-    max_runs: int = 200,
-) -> dict[str, Timing]:
-    """Times the variants in turn, round after round; see samples_in_turn()."""
-    how: Any = {"budget_s": budget_s, "min_runs": min_runs, "max_runs": max_runs}
+def interleave(variants: Mapping[str, Sequence[Call]], clock: Any, **how: Any) -> dict[str, Timing]:
+    """Times the variants in turn, round after round; arguments as of samples_in_turn()."""
     samples = samples_in_turn(variants, clock, **how)
     return {name: Timing.of(times) for name, times in samples.items()}
 
@@ -294,25 +285,13 @@ def _prove(case: Case, rows: int, compiled: bool) -> Proof:
         able = {name: times[name] for name in (OWN, *right) if name in times}
         seen.append(_by_times(times, _fastest(case, checked, able), others))
         if _choice_of(seen[-1]) in (OWNS, *map(_choice_of, seen[:-1])):
-            return _beside_stock(case, checked, seen[-1])
+            return seen[-1]
     return seen[-1]._replace(  # what is compiled is chosen by these times, later
         chosen=OWN,
         serves=(OWN, OWN),
         own_ms=min((proof.own_ms for proof in seen), key=sum),
         compiled_ms=max((proof.compiled_ms for proof in seen), key=sum),
     )
-
-
-def _beside_stock(case: Case, checked: Sequence[OpCase], proof: Proof) -> Proof:
-    """With whether PyTorch's own functions, if they were faster, are right, bits included."""
-    fastest = min(sum(proof.own_ms), sum(proof.instead_ms) or sum(proof.own_ms))
-    if case.op.startswith("attention") or not 0 < SLOWER * sum(proof.stock_ms) < fastest:
-        return proof  # attention's are among the peers
-    alone = [replace(one, fn=one.stock or one.eager) for one in checked]
-    try:
-        return proof._replace(stock_right=not what_is_wrong(case, alone))
-    except torch.OutOfMemoryError:
-        return proof
 
 
 def _by_times(times: Times, serves: tuple[str, str], others: Mapping[str, str]) -> Proof:

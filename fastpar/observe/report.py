@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from fastpar.observe.results import FACTOR, FLOOR, Comparison, Run, Stat, judge_losses
-from fastpar.observe.strategies import SINGLE, STRATEGIES
+from fastpar.observe.strategies import SINGLE
 
 
 def number(value: float) -> str:
@@ -180,11 +180,9 @@ def summary(comparison: Comparison) -> list[str]:
         return ["No run succeeded: nothing was measured.", *_left_out(comparison)]
     return [
         _best(comparison, comparison.tokens_per_s, "Fastest", "tokens/s", most=True),
-        *_over_single(comparison),
         _best(comparison, comparison.memory_mb, "Smallest", "MB", most=False),
         f"Memory is the {MEMORY}.",
         *_losses(comparison),
-        *_experts(comparison),
         *_repeats(comparison),
         *_left_out(comparison),
     ]
@@ -223,21 +221,6 @@ def _best(
     return f"{word}: {lead}; no repeat of another strategy is as good as any of its repeats."
 
 
-def _over_single(comparison: Comparison) -> list[str]:
-    """The speed-up over one rank, of the fastest strategy with more ranks."""
-    alone = comparison.stat(SINGLE, comparison.tokens_per_s)
-    for name, stat in comparison.ranking(comparison.tokens_per_s, most=True):
-        ranks, threads = comparison.of(name)[0].ranks, comparison.settings["threads"]
-        if ranks > 1 and alone is not None:
-            device = f"{counted(threads, 'thread')}, as many as each rank of the others"
-            device = "one GPU" if comparison.settings["device"] == "cuda" else device
-            return [
-                f"With {ranks} ranks {name} trains {stat.median / alone.median:.2f} times as fast "
-                f"as {SINGLE}, which is one rank ({device})."
-            ]
-    return []
-
-
 def _losses(comparison: Comparison) -> list[str]:
     verdict = judge_losses(comparison)
     if verdict is None:
@@ -260,41 +243,6 @@ def _losses(comparison: Comparison) -> list[str]:
         f"orders drifts by {verdict.yardstick:.2g} (allowed: {FACTOR:g} times the drift up to a "
         f"step, or {FLOOR:g} roundings of the loss).",
     ]
-
-
-def _experts(comparison: Comparison) -> list[str]:
-    """Models with experts compared with a dense one: loss at equal tokens, and at equal time."""
-    sparse = [name for name in comparison.names if STRATEGIES[name].sparse]
-    dense = [name for name in comparison.names if name not in sparse]
-    if not sparse or not dense:
-        return []
-    reference = "dp" if "dp" in dense else dense[0]
-    base, lines = comparison.of(reference)[0], []
-    steps, of_base = len(base.losses), comparison.tokens_per_s(base)
-    few = max(1, steps // 10)
-    for name in sparse:
-        run = comparison.of(name)[0]
-        speed = comparison.tokens_per_s(run) / of_base
-        # The step of the slower one at which the faster one is done.
-        ends = min(steps, int(steps * speed)), min(steps, int(steps / speed))
-        (at, whole), (base_at, base_whole) = (
-            [float(np.mean(r.losses[max(0, end - few) : end] or [np.nan])) for end in (at, steps)]
-            for r, at in zip((run, base), ends)
-        )
-        lines += [
-            f"{name} has experts instead of MLPs and takes as many FLOPs per token as {reference}, "
-            f"except for its routers; it trains {speed:.2f} times as fast.",
-            f"At equal tokens the loss of {name} is {_difference(whole, base_whole)} (means of the "
-            f"last {few} of {steps} steps).",
-            f"At equal time, after {ends[0]} steps of {name} and {ends[1]} of {reference}, it is "
-            f"{_difference(at, base_at)}; the slower run's learning rate has not decayed fully.",
-        ]
-    return [*lines, "All runs use one seed; the effect of another seed was not measured."]
-
-
-def _difference(loss: float, other: float) -> str:
-    word = "lower" if loss < other else "higher"
-    return f"{loss:.4f} against {other:.4f}, {abs(loss - other):.4f} {word}"
 
 
 def _repeats(comparison: Comparison) -> list[str]:

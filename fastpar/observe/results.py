@@ -39,11 +39,6 @@ EPS = 2.0**-23  # of fp32
 RESULTS = "results.json"
 
 
-def _rounded(number: str) -> float:
-    """Ten digits: more than fp32 has."""
-    return float(f"{float(number):.10g}")
-
-
 class Stat(NamedTuple):
     """A number over the repeats of a strategy."""
 
@@ -134,8 +129,7 @@ class Comparison:
     def save(self, path: Path) -> None:
         """Writes a run per line; the file is complete at any time."""
         known = {name: value for name, value in vars(self).items() if name != "runs"}
-        runs = (json.loads(json.dumps(asdict(run)), parse_float=_rounded) for run in self.runs)
-        lines = ",\n  ".join(map(json.dumps, runs))
+        lines = ",\n  ".join(json.dumps(asdict(run)) for run in self.runs)
         text = json.dumps({"format": FORMAT, **known}, indent=1).removesuffix("\n}")
         write_text(path, f'{text},\n "runs": [\n  {lines}\n ]\n}}\n')
 

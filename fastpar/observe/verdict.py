@@ -217,13 +217,6 @@ def verdict(measured: Measured) -> list[str]:
     if rest is not None:
         best = f"the rate of a plain copy, {ceilings.copy_gb_per_s:.3g} GB/s a rank"
         lines.append(f"The other operations reach {percent(rest)} of {best}.")
-    if measured.setup.optimizer == "muon":
-        update = measured.phase(OPTIMIZER)
-        lines.append(
-            f"The update takes {update.ms:.1f} ms: Newton-Schulz products "
-            f"{update.compute_ms:.1f} ms, elementwise work {update.memory_ms:.1f}, waiting for "
-            f"slices of matrices {update.communication_ms:.1f}, host {update.host_ms:.1f}."
-        )
     moving_ms = measured.situation.moving_ms
     if measured.setup.world_size > 1 and moving_ms:
         hidden = percent(max(0.0, 1 - shares[COMMUNICATION] * step_ms / moving_ms))

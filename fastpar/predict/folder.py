@@ -139,7 +139,7 @@ class Sizes:
         kept, needs: for each kind of block: from forward to backward; gradients and buffers of its
             backward.
         own: of the features between blocks. before: of what is made before the blocks, with them.
-        computed, backward: of the head, its loss and their backward. embedding: of its backward.
+        loss: of the head, its loss and their backward.
     """
 
     length: int
@@ -147,9 +147,7 @@ class Sizes:
     needs: tuple[float, ...]
     own: float
     before: float
-    computed: float
-    backward: float
-    embedding: float
+    loss: float
 
     def at(self, twice: Sizes, n: int) -> Sizes:
         """For n sequences, from those of one (self) and of two; see [Note: two runs]."""
@@ -223,7 +221,7 @@ class FolderModel:
         return self.model(input_ids=ids, labels=ids, use_cache=False).loss
 
     def _run_rest(self, ids: Tensor, calls: dict[int, tuple[Any, ...]]) -> list[float]:
-        """(own, before, computed, backward, embedding) of Sizes, with blocks that do nothing."""
+        """(own, before, loss) of Sizes, with blocks that do nothing."""
         seen: dict[str, float] = {}
         live = _Live(self.model, ids)
 
@@ -236,7 +234,7 @@ class FolderModel:
                     seen["own"], seen["before"] = x.nbytes, live.now()
                 if i == len(self.blocks) - 1:
                     x = x.view_as(x)
-                    x.register_hook(lambda grad: seen.update(backward=live.taken()))
+                    x.register_hook(lambda grad: seen.update(loss=live.taken()))
                     live.taken()
                 return x if isinstance(like, Tensor) else (x, *like[1:])
 
@@ -246,12 +244,8 @@ class FolderModel:
             for i, block in enumerate(self.blocks):
                 stack.enter_context(_replaced(block, "forward", passing(i)))
             stack.enter_context(live)
-            loss = self._loss(ids)
-            computed = live.taken()
-            loss.backward()
-        before = seen["before"]
-        rest = computed, seen["backward"], live.taken()
-        return [seen["own"], before, *(max(0.0, x - before) for x in rest)]
+            self._loss(ids).backward()
+        return [seen["own"], seen["before"], max(0.0, seen["loss"] - seen["before"])]
 
     def buckets(self, setup: Setup) -> GPTBuckets:
         """Those that parallelize() would make."""
@@ -381,9 +375,6 @@ class _Table(Table):
 
     def __init__(self, model: FolderModel, setup: Setup, sizes: Sizes) -> None:
         self.setup, self.own, full = setup, sizes.own, setup.activation_checkpointing == "full"
-        inside = {p for m in model.blocks for p in m.parameters()}
-        places = [i for i, p in enumerate(model.params) if p in inside]
-        self.begins, self.ends = places[0], len(model.params) - 1 - places[-1]
         tables = [m.weight for m in model.model.modules() if isinstance(m, nn.Embedding)]
         rows, width = max((p.shape for p in tables), key=lambda shape: shape[0] * shape[1])
         self.table, self.residual = (rows, width), 0.0
@@ -391,20 +382,15 @@ class _Table(Table):
         self.tied = head is not None and any(head.weight is p for p in tables)
         tokens = setup.micro_batch_size * sizes.length
         self.batch = 16.0 * tokens + sizes.before + self.own * full
-        table_bytes = rows * width * setup.weight_bytes
-        self.embedding = max(0.0, sizes.embedding - table_bytes)
-        self._of_loss = sizes.computed, sizes.backward
+        self.of_loss = 0.0, sizes.loss
         blocks = []
         for kind, (kept, needs) in enumerate(zip(sizes.kept, sizes.needs)):
             block = model.blocks[model.kinds.index(kind)]
-            n = sum(p.requires_grad for p in block.parameters())
+            n = sum(p.numel() for p in block.parameters() if p.requires_grad)
             again, last = (kept, self.own) if full else (0.0, 0.0)
             steps = (Step(kept, needs, n),)
             blocks.append(Block(self.own if full else kept, again, steps, last))
         self.blocks = blocks
-
-    def loss(self, gradient: float) -> Iterator[tuple[float, float]]:
-        yield from ((0.0, size) for size in self._of_loss)
 
 
 @dataclass(frozen=True)

@@ -324,13 +324,11 @@ class Traffic(NamedTuple):
     """What a rank of a group sends in one collective; see [Note: collectives].
 
     Attributes:
-        way: a name in WAYS.
         inside: bytes over its link inside the node; adapter: bytes to other nodes.
         hops_inside, hops_between: messages that wait for each other.
         in_turn: bytes to other nodes wait for those inside.
     """
 
-    way: str
     inside: float
     adapter: float
     hops_inside: int
@@ -345,34 +343,34 @@ def ring(at: Group, n_bytes: float, times: int = 1) -> Traffic:
     """Every byte visits all ranks; times: 2 for an all-reduce, which is both halves."""
     sent, across = times * (at.ranks - 1) / at.ranks * n_bytes, at.nodes > 1
     hops = times * (at.ranks - at.nodes), times * at.nodes * across
-    return Traffic("ring", sent * (at.local > 1), sent / at.local * across, *hops)
+    return Traffic(sent * (at.local > 1), sent / at.local * across, *hops)
 
 
 def tree(at: Group, n_bytes: float, times: int = 1) -> Traffic:
     """A chain inside nodes, two binary trees between them; times: 2 for up and down."""
     sent = times * n_bytes
     between = sent / at.local * (at.nodes > 1)
-    return Traffic("tree", sent * (at.local > 1), between, *_levels(at, times))
+    return Traffic(sent * (at.local > 1), between, *_levels(at, times))
 
 
 def hierarchy(at: Group, n_bytes: float, times: int = 1) -> Traffic:
     """Rings inside nodes, then a ring of the nodes; times: as in ring()."""
     inside = times * (at.local - 1) / at.local * n_bytes
     between = times * (at.nodes - 1) / at.nodes * n_bytes / at.local
-    return Traffic("hierarchy", inside, between, *_levels(at, times), in_turn=True)
+    return Traffic(inside, between, *_levels(at, times), in_turn=True)
 
 
 def pairs(at: Group, n_bytes: float) -> Traffic:
     """Every rank sends its slice to every other."""
     slices = n_bytes / at.ranks
     near, far = at.local - 1, at.ranks - at.local
-    return Traffic("pairs", near * slices, far * slices, near, far)
+    return Traffic(near * slices, far * slices, near, far)
 
 
 def message(at: Group, n_bytes: float) -> Traffic:
     """From one device to one other, the farthest in the group."""
     far = at.nodes > 1
-    return Traffic("message", n_bytes * (not far), n_bytes * far, int(not far), int(far))
+    return Traffic(n_bytes * (not far), n_bytes * far, int(not far), int(far))
 
 
 def _levels(at: Group, times: int) -> tuple[int, int]:
@@ -407,7 +405,7 @@ class Network:
         """
         at = place(ranks, stride, self.cluster.per_node)
         if ranks == 1:
-            return Traffic("none", 0.0, 0.0, 0, 0)
+            return Traffic(0.0, 0.0, 0, 0)
         return min((way(at, n_bytes) for way in WAYS[kind]), key=self.traffic_s)
 
     def seconds(self, kind: str, n_bytes: float, ranks: int, stride: int = 1) -> float:

@@ -16,9 +16,6 @@ sequence parallelism); whole: of all tokens. All in bytes of the weights' format
 of them is in settings/model.py; under "selective" recomputation it is its inputs and the outputs of
 products and attention, under "full" its inputs: x and delta (the first block has no delta).
 
-[Note: joined] Along the row of a grid, tensors are concatenated after a gather, or cut before a
-sum, in a copy; a weight and its gradient are whole while its product runs.
-
 [Note: a pipeline's rank] keeps what its schedule holds: of each micro-batch and chunk the blocks'
 activations, what was received and what was sent, and on the last stage the gradient of the head's
 input, the norm's output and dweight; also the gradient that the running backward was given, and the
@@ -47,7 +44,6 @@ from __future__ import annotations
 import functools
 import gc
 import math
-from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -76,9 +72,8 @@ from fastpar.settings.model import (
     Part,
     block_parts,
     computed_qkv,
-    first_parts,
-    last_parts,
     products,
+    shapes_of,
     widths,
 )
 
@@ -166,12 +161,12 @@ class Step(NamedTuple):
 
     Attributes:
         frees: what forward kept for it; needs: gradients and buffers while it runs.
-        params: number of its parameters, whose gradients it makes.
+        numel: elements of its parameters, whose gradients it makes.
     """
 
     frees: float
     needs: float
-    params: int
+    numel: int
 
 
 class Block(NamedTuple):
@@ -188,10 +183,6 @@ class Block(NamedTuple):
     steps: tuple[Step, ...]
     last: float
 
-    @property
-    def params(self) -> int:
-        return sum(step.params for step in self.steps)
-
 
 class Table:
     """What a rank has of a GPT for one micro-batch, in bytes; see [Note: units].
@@ -200,25 +191,22 @@ class Table:
         blocks: of each kind.
         batch: inputs and targets. residual: gradients between blocks.
         table: shape of the embedding; tied: whether it is the head too.
-        standing: memory that the loss keeps between calls.
-        begins, ends: number of parameters before the blocks and behind them.
-        embedding: temporary memory of its backward, besides its gradient.
+        standing: memory that the loss keeps between calls. of_loss: activations besides those of
+            blocks, and the loss' memory, when it is computed.
     """
 
-    standing, embedding = 0.0, 0.0
+    standing = 0
+    of_loss: tuple[float, float]
 
     def __init__(self, workload: Workload, setup: Setup) -> None:
         shape, tp, grid = workload.shape, setup.tp, setup.tp_grid is not None
-        self.shape, self.setup, self.grid, self.tied = shape, setup, grid, shape.tied
-        ends = first_parts(shape), last_parts(shape)
-        self.begins, self.ends = (sum(len(p.parameters) for p in parts) for parts in ends)
+        self.shape, self.setup, self.tied = shape, setup, shape.tied
         on_gpu, item = setup.device_type == "cuda", setup.weight_bytes
         n = self.n = setup.tokens_of_rank(workload)
         split = self.split = grid or (tp > 1 and setup.sequence_parallel)
         self.whole = n * shape.n_embd * item
         self.own = self.whole / tp if split else self.whole
         attended, heads = attended_heads(shape, setup), shape.heads_of_rank(tp)
-        self.padding = n * (attended - heads) * shape.head_size * item  # of heads over cp
         choices, statistics = n * shape.top_k, 8 * (n / tp if split and not grid else n)
         of_heads, row = n * heads * shape.head_size * item, choices * item
         self.sizes = {
@@ -236,14 +224,14 @@ class Table:
         self.batch = 16.0 * n * setup.cp * setup.rows * setup.depth  # a grid's rank has all of it
         self.residual = self.own * (2 if shape.dropout else 1)  # of x and delta
         # Whether a product of dweight is rounded before it is added in fp32.
-        self.rounds = item == 2 and not on_gpu and not has_bf16_gemm
+        rounds = item == 2 and not on_gpu and not has_bf16_gemm
         chunk = min(n, default_chunk_rows(n, shape.n_embd, rows, setup.device_type))
-        self.adds = self.rounds and n > chunk  # the next chunk's product, as fp32
-        self.workspace = chunk * rows * item + item * rows * shape.n_embd * self.rounds
-        self.standing = 0.0 if on_gpu else self.workspace
-        if item == 2 and not on_gpu:  # rows that occur are summed in fp32
-            self.embedding = 6.0 * min(n, rows) * shape.n_embd
-        self.embedding += self.whole * split
+        adds = rounds and n > chunk  # the next chunk's product, as fp32
+        workspace = item * rows * (chunk + shape.n_embd * rounds)
+        self.standing = 0 if on_gpu else workspace
+        dweight = rows * shape.n_embd * (4 * (1 + adds) + item * (setup.rows > 1))
+        loss = workspace + self.whole * (1 + split) + 4 * n + dweight
+        self.of_loss = 2 * self.own + statistics, loss
         dense = self._block(experts=False)
         sparse = self._block(experts=True) if shape.n_expert else dense
         self.blocks: Sequence[Block] = (dense, sparse)
@@ -253,139 +241,69 @@ class Table:
             k = self.letters[part.into]
             scales = {"row": 1, "block": -(-k // BLOCK), "tensor": 0}[self.setup.fp8_scaling]
             return self.n * (k + 4 * scales)
-        kept = sum(self.sizes[letter] for letter in part.keeps)
-        shared = self.shape.copies_of_keys(self.setup.tp) > 1
-        if shared and (part.into, part.out) == ("C", "QKV"):  # the gathered weight
-            kept += self.sizes["QKV"] / self.n * self.shape.n_embd
-        return kept
+        return sum(self.sizes[letter] for letter in part.keeps)
 
     def _needs(self, part: Part) -> float:
         """Gradients of output and input; where tokens are split, a product gathers both."""
         into, out = self.sizes.get(part.into, 0.0), self.sizes[part.out]
-        item = self.setup.weight_bytes
-        if part.op == "permute":  # kernels/permute.py sums in fp32
-            wide = max(4, item) / item
-            return 2 * wide * out + wide * self.whole * (wide > 1)
         if part.op != "matmul":
             return into + out
         if not self.split:
             return into + out * (part.out != "C")  # which is the residual's
         into = 2 * self.whole if part.into == "C" else into  # also what is gathered again
-        out = self.whole if part.out == "C" else out
-        if self.grid:  # see [Note: joined]
-            weight = item * self.letters[part.into] * self.letters[part.out]
-            into += weight * (1 + (self.setup.rows > 1)) + self.whole * (self.setup.tp > 1)
-        return into + out
+        return into + (self.whole if part.out == "C" else out)
+
+    def _numel(self, part: Part) -> int:
+        s = self.setup
+        shapes = shapes_of([part], self.shape, s.tp, s.rows * (s.tp_grid is not None), s.ep)
+        return sum(map(math.prod, shapes))
 
     def _block(self, *, experts: bool) -> Block:
         parts, sizes = block_parts(self.shape, experts=experts), self.sizes
         mode = self.setup.activation_checkpointing
-        steps = [Step(self._keeps(p), self._needs(p), len(p.parameters)) for p in parts]
+        steps = [Step(self._keeps(p), self._needs(p), self._numel(p)) for p in parts]
         everything, rows = sum(step.frees for step in steps), sizes["R"] * experts
         if mode == "none":
-            return Block(everything + 3 * self.padding, 0.0, tuple(steps), 0.0)
+            return Block(everything, 0.0, tuple(steps), 0.0)
         travel = self.setup.ep > 1
-        kept = 2 * self.own + 8 * self.n * self.shape.top_k * experts  # and the experts' numbers
         if mode == "full":
             last = self.own * (1 + self.split) + self.whole + rows * (1 + travel)
-            return Block(kept, everything, tuple(steps), last)
-        cheap = sum(sizes[p.out] for p in parts[:-1] if p.cheap)
-        kept += sizes["lse"] + sum(sizes[p.out] for p in parts[:-1] if not p.cheap)
+            return Block(2 * self.own, everything, tuple(steps), last)
         norms = sum(p.op in ("layer_norm", "rms_norm") for p in parts)
-        again = cheap + norms * (self.own + sizes["stats"])
-        return Block(kept + 2 * rows * travel, again, tuple(steps), 0.0)
-
-    def loss(self, gradient: float) -> Iterator[tuple[float, float]]:
-        """(activations besides those of blocks, the loss' memory) when it is computed, and in its
-        backward; gradient: bytes of the head's gradient outside of its bucket."""
-        numel = math.prod(self.table)
-        loss: float = self.workspace + self.whole * (1 + self.split) + 4 * self.n
-        loss += 4 * numel * (1 + self.adds)  # dweight
-        loss += self.setup.weight_bytes * numel * (self.setup.rows > 1)
-        yield 2 * self.own + self.sizes["stats"], loss
-        loss = self.standing + self.whole + 4 * numel + gradient * (self.setup.weight_bytes == 2)
-        yield self.own + self.sizes["stats"], loss
+        again = sum(sizes[p.out] for p in parts[:-1] if p.cheap) + norms * self.own
+        kept = 2 * self.own + sizes["lse"] + 2 * rows * travel
+        kept += sum(sizes[p.out] for p in parts[:-1] if not p.cheap)
+        return Block(kept, again, tuple(steps), 0.0)
 
 
 # The fold
 
 
-class Arriving(NamedTuple):
-    """How gradients arrive in a backward.
+def arriving(setup: Setup, buckets: GPTBuckets, first: int, last: int) -> float:
+    """The most bytes of gradients in a backward, besides those that stay, while elements come.
 
     Those of a bucket wait in autograd for its last one. At stages 2 and 3 a bucket has memory until
     its reduction is awaited.
 
-    Attributes:
-        item: bytes of an element of a gradient.
-        of_bucket, of_message, of_sum: bytes of an element of a bucket while it is collected and
-            reduced, of its message, and of the sum with earlier micro-batches.
-        before: bytes of gradients before backward.
-        frees, frees_sums: whether bytes are free after a reduction; most: elements in reduction.
-        passed: gradients that arrived in another chunk's backward, long before.
-        early: whether a table's gradient is the first.
+    Args:
+        first, last: elements that have come before and then.
     """
-
-    item: int
-    of_bucket: int
-    of_message: float
-    of_sum: float
-    before: float
-    frees: bool
-    frees_sums: bool
-    most: float
-    passed: int = 0
-    early: bool = False
-
-    @classmethod
-    def of(cls, setup: Setup, buckets: GPTBuckets) -> Arriving:
-        item, each, stage = setup.weight_bytes, setup.grad_bytes, setup.stage
-        several, by_shard = setup.grad_accum_steps > 1, setup.accumulate == "shard"
-        collects = stage >= 2 and (by_shard or not several)
-        share = buckets.share(setup.n_shards) / buckets.elements
-        of_sum, before = each * share * (several and by_shard and stage > 0), 0.0
-        if stage >= 2 and not collects:  # those of earlier micro-batches
-            before = float(each * buckets.padded(1))
-        elif stage < 2 and setup.grad_accum_steps > 2:
-            before, of_sum = of_sum * buckets.padded(1), 0.0
-        return cls(
-            *(item, each * collects, message_bytes(setup), of_sum, before, stage >= 2),
-            *(setup.n_shards == setup.data, IN_REDUCTION * setup.bucket_bytes / each),
-        )
-
-
-Sizes = tuple[tuple[float, float], ...]
-
-
-@functools.lru_cache(4096)
-def _arrivals(how: Arriving, buckets: GPTBuckets, groups: tuple[int, ...]) -> Sizes:
-    """(bytes before, most bytes meanwhile) for each group of so many gradients, in order."""
-    numel, missing = [b.numel for b in buckets.layout.buckets], Counter(buckets.arrival)
-    order = deque(zip(buckets.arrival, reversed(buckets.shapes)))
-    if how.early:
-        order.appendleft(order.pop())
-    for _ in range(how.passed):
-        order.popleft()
-    waiting, flight = Counter[int](), deque[int]()
-    now, found = how.before, []
-
-    for count in groups:
-        before = most = now
-        for bucket, shape in (order.popleft() for _ in range(count)):
-            waiting[bucket] += how.item * math.prod(shape)
-            now += how.item * math.prod(shape)
-            missing[bucket] -= 1
-            if not missing[bucket]:
-                now += how.of_bucket * numel[bucket]
-                most = max(most, now)
-                now += (how.of_message + how.of_sum) * numel[bucket] - waiting.pop(bucket, 0)
-                flight.append(numel[bucket])
-            most = max(most, now)
-            while how.frees and len(flight) > 2 and sum(flight) > how.most:
-                freed = how.of_bucket + how.of_message + how.of_sum * how.frees_sums
-                now -= freed * flight.popleft()
-        found.append((before, most))
-    return tuple(found)
+    each, stage, ends = setup.grad_bytes, setup.stage, [0, *buckets.ends]
+    several, by_shard = setup.grad_accum_steps > 1, setup.accumulate == "shard"
+    done, full = (sum(end <= n for end in ends[1:]) for n in (first, last))
+    share = buckets.share(setup.n_shards) / buckets.elements
+    of_sum, kept = each * share * (several and by_shard and stage > 0), 0.0
+    most = IN_REDUCTION * setup.bucket_bytes / each
+    running: float = ends[full]
+    if stage >= 2:
+        running = max(min(running, most), running - ends[max(0, full - 3)])
+        # Of earlier micro-batches, or of those that are reduced.
+        kept = each * (buckets.padded(1) if several and not by_shard else running)
+    elif setup.grad_accum_steps > 2:
+        kept, of_sum = of_sum * buckets.padded(1), 0.0
+    waiting = setup.weight_bytes * (last - ends[done])
+    new = ends[full] - ends[done]  # whose gradients are not freed yet
+    return kept + waiting + (message_bytes(setup) + of_sum) * max(0, running - new)
 
 
 class Moment(NamedTuple):
@@ -411,8 +329,7 @@ def _others(table: Table, parts: RankParts, now: Held) -> float:
     kept, last = 0.0, len(parts.layers) - 1
     for chunk, (n, layers) in enumerate(zip(now.held, parts.layers)):
         running = chunk == now.chunk
-        ends = 2 - (parts.first and chunk == 0) - (parts.last and chunk == last)
-        kept += n * (_kept(table, layers) + ends * table.own)
+        kept += n * (_kept(table, layers) + table.own)
         if parts.last and chunk == last:  # the head's input, its norm's output, dweight
             kept += (n - running) * (2 * table.own + 4 * math.prod(table.table))
         if running:
@@ -428,11 +345,10 @@ def moments(table: Table, parts: RankParts, held: Held, buckets: GPTBuckets) -> 
         parts: the rank's parts of the model; held: micro-batches that each of its chunks keeps.
     """
     setup, item = table.setup, table.setup.weight_bytes
-    how = Arriving.of(setup, buckets)
     layers, last = parts.layers[held.chunk], held.chunk == len(parts.layers) - 1
     standing = table.standing * parts.last
     head = float(item * math.prod(table.table))
-    waits = head / setup.rows * (table.tied and parts.first and parts.last)
+    waits = head / setup.rows * (table.tied and parts.last)
     always = table.batch + _others(table, parts, held)
     root, *units = buckets.units
 
@@ -441,32 +357,26 @@ def moments(table: Table, parts: RankParts, held: Held, buckets: GPTBuckets) -> 
         some = units[max(0, units_done - 2) : units_done]
         return item * (root + sum(some)) * (setup.stage == 3)
 
-    ends, begins = parts.last and last, parts.first and held.chunk == 0
     after = [kind for chunk in parts.layers[held.chunk + 1 :] for kind in chunk]
-    early = table.tied and parts.last and not parts.first  # it waits for no embedding
-    passed = sum(table.blocks[k].params for k in after) + parts.last * (table.ends + early)
-    steps = [s.params for kind in reversed(layers) for s in reversed(table.blocks[kind].steps)]
-    groups = (passed * ends, *steps, table.begins * begins)
-    how = how._replace(passed=passed * (not ends), early=early)
-    arrived = iter(_arrivals(how, buckets, groups))
-    kept, weights, (now, _) = always + _kept(table, layers), gathered(len(units)), next(arrived)
-    for before, (more, loss) in zip((how.before, now), table.loss(head)) if ends else ():
-        yield Moment(kept + more, loss, before + weights)
-    grads = now
+    n = sum(step.numel for kind in after for step in table.blocks[kind].steps)
+    arrived = functools.partial(arriving, setup, buckets)
+    kept, weights = always + _kept(table, layers), gathered(len(units))
+    if parts.last and last:
+        yield Moment(kept + table.of_loss[0], table.of_loss[1], weights + arrived(n, n))
     for i in reversed(range(len(layers))):
         block, weights = table.blocks[layers[i]], gathered(len(units) - len(layers) + i + 1)
         kept = always + _kept(table, layers[: i + 1]) + table.residual + block.again
-        yield Moment(kept + block.last, standing + waits, grads + weights)
+        yield Moment(kept + block.last, standing + waits, arrived(n, n) + weights)
         for step in reversed(block.steps):
-            grads = next(arrived)[1]
-            yield Moment(kept + step.needs, standing + waits, grads + weights)
+            before, n = n, n + step.numel
+            yield Moment(kept + step.needs, standing + waits, arrived(before, n) + weights)
             kept -= step.frees
-    if begins:
-        now, most = next(arrived)
-        kept = always + table.residual + table.embedding
-        yield Moment(kept, standing + waits, now + head + gathered(0))
+    if parts.first and held.chunk == 0:
+        kept = always + table.residual
+        yield Moment(kept, standing + waits, arrived(n, n) + head + gathered(0))
         # The sum of both gradients of a 16-bit table is a copy.
-        yield Moment(table.batch, standing + waits * (item == 2), most + gathered(0))
+        grads = arrived(n, buckets.elements)
+        yield Moment(table.batch, standing + waits * (item == 2), grads + gathered(0))
 
 
 def _update_bytes(workload: Workload, setup: Setup, buckets: GPTBuckets) -> float:
@@ -475,28 +385,25 @@ def _update_bytes(workload: Workload, setup: Setup, buckets: GPTBuckets) -> floa
         return _adafactor_scratch(setup, buckets)
     if setup.optimizer == "muon":
         found = matrices_of(workload.shape, buckets, setup)
-        room = max(matrices.room(product_bytes(setup)) for matrices in found)
+        room = product_bytes(setup) * max(matrices.room for matrices in found)
         if setup.device_type == "cuda":  # values and products in fp32 and 16 bits
             room += 14.0 * max(min(TOGETHER, matrices.numel / matrices.n_dp) for matrices in found)
         return room
     return 0.0
 
 
-def predict_memory(workload: Workload, setup: Setup) -> Memory:
+def predict_memory(workload: Workload, setup: Setup, stage: int | None = None) -> Memory:
     """The peak of a step, after the first ones (which create the optimizer's state).
 
-    For a pipeline, on the rank that needs most: each has the parameters of its stages, a table
-    shared by the first and last stage counts on both ranks, and each keeps the micro-batches that
-    its schedule holds.
+    Args:
+        stage: of a pipeline: on this rank; None: on the one that needs most. Each has the
+            parameters of its stages, a table shared by the first and last stage counts on both
+            ranks, and each keeps the micro-batches that its schedule holds.
     """
-    cases = {(parts, held) for parts, several in _stages(workload, setup) for held in several}
-    fullest = [
-        (parts, a)
-        for parts, a in cases
-        if not any(other == parts and a.within(b) for other, b in cases)
-    ]
+    ranks = enumerate(_stages(workload, setup))
+    cases = {(parts, a) for i, (parts, held) in ranks for a in held if stage in (None, i)}
     table = Table(workload, setup)
-    found = (_memory_of(workload, table, parts, held) for parts, held in fullest)
+    found = (_memory_of(workload, table, parts, held) for parts, held in cases)
     return max(found, key=lambda memory: memory.total)
 
 
@@ -505,18 +412,6 @@ def _stages(workload: Workload, setup: Setup) -> Iterator[tuple[RankParts, list[
     what = setup.schedule, setup.pp, setup.grad_accum_steps, setup.chunks
     moments = held_of(*what) if setup.pp > 1 else [[Held(0, (1,))]]
     yield from zip(parts_of(workload, setup), moments)
-
-
-def predict_ranks(workload: Workload, setup: Setup) -> list[Memory]:
-    """predict_memory() of each rank of a pipeline; with pp=1 a single one."""
-    table = Table(workload, setup)
-    return [
-        max(
-            (_memory_of(workload, table, parts, held) for held in several),
-            key=lambda memory: memory.total,
-        )
-        for parts, several in _stages(workload, setup)
-    ]
 
 
 def activations_on_host(workload: Workload, setup: Setup) -> int:

@@ -12,7 +12,6 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -76,29 +75,15 @@ def check_building(shape: GPTConfig, *, limit_bytes: int, sharing: int) -> None:
 
 
 def what_would_hold(shape: GPTConfig, setup: Setup, mine: int) -> str:
-    """The smallest changes after which a rank's states fit into its memory, in words."""
-    ways = []
-
-    def size(**changes: Any) -> int:
-        return sum(bytes_per_rank(shape, setup.change(**changes)).values())
-
+    """The smallest change after which a rank's states fit into its memory, in words."""
     for stage in range(setup.zero_stage + 1, 4):
-        if size(zero_stage=stage) <= mine:
-            ways.append(f"--zero {stage} ({format_bytes(size(zero_stage=stage))} a rank)")
-            break
-    if setup.shard_size is not None and size(shard_size=None) <= mine:
-        ways.append(f"no --shard-size ({format_bytes(size(shard_size=None))} a rank)")
-    for tp in range(setup.tp + 1, setup.world_size + 1):
-        fits = setup.world_size % tp == 0 and shape.splits_by(tp)
-        if fits and size(tp=tp) <= mine:
-            ways.append(f"--tp {tp} ({format_bytes(size(tp=tp))} a rank)")
-            break
-    if not ways:
-        per_element = setup.weight_bytes + setup.grad_bytes + setup.state_bytes
-        ranks = math.ceil(count_parameters(shape, padded=True) * per_element / max(mine, 1))
-        ranks = -(-ranks // setup.tp) * setup.tp
-        ways.append(f"{ranks} ranks with as much memory each and --zero 3")
-    return "use " + ", or ".join([*ways, "a smaller model"])
+        size = sum(bytes_per_rank(shape, setup.change(zero_stage=stage)).values())
+        if size <= mine:
+            return f"use --zero {stage} ({format_bytes(size)} a rank), or a smaller model"
+    per_element = setup.weight_bytes + setup.grad_bytes + setup.state_bytes
+    ranks = math.ceil(count_parameters(shape, padded=True) * per_element / max(mine, 1))
+    ranks = -(-ranks // setup.tp) * setup.tp
+    return f"use {ranks} ranks with as much memory each and --zero 3, or a smaller model"
 
 
 def check_ranks(shape: GPTConfig, setup: Setup, device: torch.device) -> None:

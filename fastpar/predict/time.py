@@ -65,7 +65,6 @@ class Matrices(NamedTuple):
         kinds: number of parameters of (matrices in it, short side, long side), before tp and dp.
         numel: elements that a replica has of them on a rank of tp, along dp on n_shards ranks.
         n_dp: ranks that share the work; n_tp: ranks of tp.
-        largest: elements of the bucket that has most of them.
     """
 
     kinds: Counter[tuple[int, int, int]]
@@ -73,7 +72,6 @@ class Matrices(NamedTuple):
     n_dp: int
     n_tp: int
     n_shards: int
-    largest: int
 
     @property
     def held(self) -> float:
@@ -88,25 +86,12 @@ class Matrices(NamedTuple):
         ranks = self.n_dp * self.n_tp
         return max(1 / ranks, max(costs.values()) / total) if total else 1 / ranks
 
-    def room(self, item: int) -> float:
-        """Bytes of temporary memory; item: of an element of the products.
-
-        A rank has its slices, if sharded also all of its own matrices whole; then, bucket by
-        bucket, what arrived, what the products need, and results on their way, which stay along
-        tp, and unsharded also along dp.
-        """
-        sharded, own, one = self.n_shards > 1, self.numel / self.n_dp, 0
-        each = self.largest / self.n_dp  # a rank's own of a bucket
-        for count, short, long in self.kinds:
-            running = 2 * short * (short + long)
-            finished = short * long * (count - 1)
-            one = max(one, finished + running, 2 * count * short * long * (count > 1))
-        begin, copies = self.held + own * sharded, own if sharded else self.numel
-        if self.n_tp > 1:
-            end = 2 * own + copies + self.held * (self.n_dp > 1)
-            return item * max(begin + max(one, 3 * each), end)
-        stays = self.numel * (self.n_dp > 1 and not sharded)
-        return item * (begin + max(one, each + stays))
+    @property
+    def room(self) -> float:
+        """Elements of temporary memory: a rank's slices, and beside its own matrices their operands
+        and results; of a single one the operands of its products."""
+        one = max((2 * short * (short + long) for _, short, long in self.kinds), default=0)
+        return self.held + max(3 * self.numel / self.n_dp, one)
 
 
 _token_flops = functools.lru_cache(1024)(flops_per_token)
@@ -126,23 +111,21 @@ def matrices_of(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> list[Mat
 def _matrices(
     shape: GPTConfig, buckets: GPTBuckets, dp: int, tp: int, n_shards: int, of_experts: bool
 ) -> Matrices:
-    sizes, sides = widths(shape), {}
+    sizes, sides, numel = widths(shape), {}, 0
     for part in (*block_parts(shape, experts=True), *block_parts(shape)):
         if part.op == "matmul":
             many = {"QKV": shape.queries_per_key + 2, "2F": 2, "2H": 2}.get(part.out, 1)
             both = sorted((sizes[part.into], sizes[part.out] // many))
             sides[f"{part.name}.weight", part.on == "experts"] = many, *both
     bucket_of, kinds = {s.registered: s.bucket for s in buckets.layout.slots}, Counter[Any]()
-    of_bucket = Counter[int]()
     for i in buckets.hidden:
         if bool(buckets.layout.buckets[bucket_of[i]].key) == of_experts:
             stack = len(buckets.shapes[i]) == 3
             many, *both = sides[buckets.names[i], stack]
             kind = (buckets.shapes[i][0] * many if stack else many, *both)
             kinds[kind] += 1
-            of_bucket[bucket_of[i]] += math.prod(buckets.shapes[i])
-    numel, largest = sum(of_bucket.values()), max(of_bucket.values(), default=0)
-    return Matrices(kinds, numel, n_shards if n_shards > 1 else dp, tp, n_shards, largest)
+            numel += math.prod(buckets.shapes[i])
+    return Matrices(kinds, numel, n_shards if n_shards > 1 else dp, tp, n_shards)
 
 
 def product_bytes(setup: Setup) -> int:
@@ -294,8 +277,7 @@ class StepTime:
     """One optimizer step, in seconds.
 
     Attributes:
-        compute_s: of operations.
-        comm_s: of communication, overlapped or not; exposed_s: the part that the rank waits for.
+        exposed_s: of communication that the rank waits for.
         bubble_s: waiting for other pipeline stages.
         parts: forward, backward, recompute, loss, optimizer, exposed communication (dp, tp, cp,
             ep, pp, control), bubble, waiting for the host's step (offload) and other; they add up
@@ -305,8 +287,6 @@ class StepTime:
     """
 
     step_s: float
-    compute_s: float
-    comm_s: float
     exposed_s: float
     bubble_s: float
     parts: dict[str, float]
@@ -316,7 +296,7 @@ class StepTime:
     def measured(self, step_s: float) -> StepTime:
         """A real step that took so long; its parts are not known."""
         faster = self.step_s / step_s
-        return StepTime(step_s, 0, 0, 0, 0, {}, self.tokens_per_s * faster, self.mfu * faster)
+        return StepTime(step_s, 0, 0, {}, self.tokens_per_s * faster, self.mfu * faster)
 
 
 def predict_step(
@@ -361,9 +341,8 @@ def time_of(
     one = parts["forward"] / setup.grad_accum_steps, backward_s / setup.grad_accum_steps
     if setup.offload is not None:  # the host steps
         parts["optimizer"] = 0.0
-    compute_s = sum(parts.values())
     comms = list(comms)
-    comm_s, exposed = _exposed(setup, rates, comms, parts, (column_s, products_s))
+    exposed = _exposed(setup, rates, comms, parts, (column_s, products_s))
     parts.update(exposed)
     parts["bubble"] = 0.0
     if simulates:
@@ -379,7 +358,7 @@ def time_of(
     tokens_per_s = workload.tokens_per_step / step_s
     mfu = tokens_per_s * _token_flops(workload.shape) / (setup.world_size * rates.peak_flops)
     exposed_s = sum(exposed.values())
-    return StepTime(step_s, compute_s, comm_s, exposed_s, parts["bubble"], parts, tokens_per_s, mfu)
+    return StepTime(step_s, exposed_s, parts["bubble"], parts, tokens_per_s, mfu)
 
 
 def _exposed(
@@ -388,18 +367,17 @@ def _exposed(
     comms: Iterable[CommOp],
     parts: dict[str, float],
     windows: tuple[float, float],
-) -> tuple[float, dict[str, float]]:
-    """(all communication, exposed communication by part); see [Note: what hides].
+) -> dict[str, float]:
+    """Exposed communication by part; see [Note: what hides].
 
     windows: seconds of products of column layers, and of muon's.
     """
     n_micro, overlap = setup.grad_accum_steps, rates.overlap
     exposed = dict.fromkeys(_EXPOSED, 0.0)
-    total = along_tp = homes = 0.0
+    along_tp = homes = 0.0
     once, each = {"forward": 0.0, "backward": 0.0}, {"forward": 0.0, "backward": 0.0}
     for comm in comms:
         seconds = rates.comm_s(comm) * comm.count
-        total += seconds
         if comm.under == "schedule":  # see [Note: bubble]
             continue
         if not comm.under:
@@ -419,7 +397,7 @@ def _exposed(
         hidden, usual = overlap * seconds / n_micro, each[name] / n_micro
         exposed["dp"] += (n_micro - 1) * max(0.0, usual - hidden)
         exposed["dp"] += max(0.0, usual + once[name] - hidden)
-    return total, exposed
+    return exposed
 
 
 def cost_per_billion_tokens(

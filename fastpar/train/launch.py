@@ -10,9 +10,7 @@ and ranks at the same time, which must not interrupt the save.
 When a rank dies, its peers fail in their next collective (gloo) or wait forever (NCCL on one
 machine); after GRACE_S they are killed. Otherwise a run would hang until the timeout of its process
 group (test_a_host_that_fails_in_its_step).
-Ctrl-Z stops the ranks before the launcher, and they go on with it. SIGSTOP, which cannot be caught,
-and whatever else stops the launcher: the watchdog of each rank looks for that (comm/watchdog.py),
-leaves a mark in the rank's folder and stops the rank; a launcher that runs continues marked ranks.
+Ctrl-Z stops the ranks before the launcher, and they go on with it.
 The watchdogs of the other ranks find a hanging rank (comm/watchdog.py). When the launcher dies, the
 kernel kills its ranks (files/packages.py). A signal that was ignored at the start (SIGHUP under
 nohup) stays ignored in launcher and ranks.
@@ -53,7 +51,6 @@ from fastpar.comm.ranks import (
     stopping_with,
     threads_per_rank,
 )
-from fastpar.comm.watchdog import MARK
 from fastpar.files.packages import call_command
 from fastpar.files.runs import RUNS, find_run, list_checkpoints, step_of
 
@@ -62,7 +59,6 @@ POLL_S = 0.05
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to save and stop
 SAVE_SIGNAL = signal.SIGUSR1  # save now and continue
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit statuses, as in a shell
-_STOPPED = "stopped"  # the mark in a rank's folder
 Processes = Sequence[subprocess.Popen]
 
 
@@ -221,7 +217,6 @@ def _start_rank(
     """Start a rank that writes its error to the folder; rank 0 also writes to the terminal."""
     folder.mkdir()
     variables = {**environment, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
-    variables[MARK] = str(folder / _STOPPED)
     with (folder / "stderr.log").open("w") as err:
         streams = {"stdout": subprocess.DEVNULL, "stderr": err} if number else {}
         return start_rank([*call_command("fastpar.__main__.run"), *arguments], variables, **streams)
@@ -237,8 +232,6 @@ def _watch(
         for number, rank in list(running.items()):
             code = rank.poll()
             if code is None:
-                if (logs / str(number) / _STOPPED).exists():
-                    rank.send_signal(signal.SIGCONT)
                 if time.monotonic() > deadline or len(signals) > 1:
                     killed.add(number)
                     rank.kill()

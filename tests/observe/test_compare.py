@@ -168,11 +168,6 @@ CLAIMS = [
      "Fastest in one run each, which proves no order: dp, 5,120"),
     ([make_run("single"), make_run("dp", nudge=1.0)],
      "Whether that is rounding is not known: single ran in one order"),
-    # 20 steps each; the dense one is twice as fast, and done when the other has done ten. Means of
-    # the last two of 20 steps: 4 - 0.1 * 18.5, 4 - 0.12 * 18.5; after ten 4 - 0.12 * 8.5.
-    ([make_run("dp", step_s=0.1, losses=[4.0 - 0.1 * i for i in range(20)]),
-      make_run("experts", step_s=0.2, losses=[4.0 - 0.12 * i for i in range(20)])],
-     "after 10 steps of experts and 20 of dp, it is 2.9800 against 2.1500, 0.8300 hi"),
 ]  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from fastpar.kernels.linear import fp8 as linear_fp8
 from fastpar.kernels.linear.fp8 import Codes, Fp8
 from fastpar.models import set_up
 from fastpar.predict.measure import ShortRun
-from fastpar.predict.memory import host_bytes, predict_memory, predict_ranks, predict_states
+from fastpar.predict.memory import host_bytes, predict_memory, predict_states
 from fastpar.settings.mesh import parse_grid
 from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
@@ -356,7 +356,7 @@ def test_stages_are_predicted():
         for (one, s), *of_ranks in zip(some, *peaks, strict=True):
             each = ranks // s.pp
             found = [max(of_ranks[i * each : (i + 1) * each]) for i in range(s.pp)]
-            told += [memory.total for memory in predict_ranks(one, s)]
+            told += [predict_memory(one, s, stage).total for stage in range(s.pp)]
             measured += found
             ranks_of += [(one, s)] * s.pp
     assert_close(ranks_of, told, measured)
