@@ -47,7 +47,6 @@ AT_ONCE = 6
 # code that earlier reports found right.
 RUN = SimpleNamespace(quick=False, device="cuda", scratch=Path(tempfile.gettempdir()), known={})
 GOOD = ("ok", "proven")
-TREE = ("csrc", "kernels", "fastpar", "bench", "tests")  # what results depend on
 
 
 @dataclass(frozen=True)
@@ -126,10 +125,10 @@ def serves() -> dict[str, str]:
     }
 
 
-def sources_digest(*folders: str) -> str:
-    """Of what is in these folders of the tree."""
+def sources_digest() -> str:
+    """Of what a cell's result depends on in this tree."""
     digest = hashlib.sha256()
-    for folder in folders:
+    for folder in ("csrc", "kernels", "fastpar", "bench", "tests"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in (".py", ".json", ".cpp", ".cu", ".h") and "results" not in path.parts:
                 digest.update(path.read_bytes())
@@ -144,7 +143,7 @@ class Runner:
         self.deadline, self.slower = started + limit_s, max(1.0, limit_s / LIMIT_S)
         self.rows: list[dict[str, Any]] = []
         self.head: dict[str, Any] = {"mode": "all", "quick": RUN.quick, "commit": commit()[0]}
-        self.head |= {"sources": sources_digest(*TREE), "device": RUN.device}
+        self.head |= {"sources": sources_digest(), "device": RUN.device}
         self.dead = ""  # why nothing more can run
         self.running: list[dict[str, Any]] = []
         out.mkdir(parents=True, exist_ok=True)

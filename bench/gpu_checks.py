@@ -39,18 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastpar
-from bench.gpu_cells import (
-    AT_ONCE,
-    CELLS,
-    GOOD,
-    LIMIT_S,
-    RUN,
-    Cell,
-    Runner,
-    cell,
-    note,
-    sources_digest,
-)
+from bench.gpu_cells import AT_ONCE, CELLS, GOOD, LIMIT_S, RUN, Cell, Runner, cell, note
 from bench.harness import Bench
 from bench.records import RESULTS, ROOT, ResultFile, Row, commit, homes, machine
 from bench.systems import bench_train
@@ -58,6 +47,7 @@ from bench.systems.bench_train import Spec, Variant
 from fastpar.comm.ranks import reason
 from fastpar.doctor import doctor
 from fastpar.doctor.report import row as proof_line
+from fastpar.doctor.sources import digest_of
 from fastpar.doctor.table import VERSION, environment, row_of
 from fastpar.doctor.trial import clock_for, compile_launch, launches_of, synchronize, warm
 from fastpar.files.runs import list_checkpoints
@@ -253,7 +243,7 @@ def device_code(cases: Sequence[Case]) -> str:
     for case in cases:
         compiled = [compile_launch(one, gpu_here()) for one in launches_of(case, gpu_here())]
         texts = sorted({without_debug(one.asm["ptx"]) for one in compiled})
-        texts = texts or [sources_digest("csrc", "kernels")]
+        texts = texts or [digest_of(case.op), environment("cuda")["csrc"]]
         digest.update("".join([str(case), *texts]).encode())
     return digest.hexdigest()[:16]
 

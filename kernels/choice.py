@@ -69,6 +69,7 @@ class Proof(NamedTuple):
     compiled_ms: tuple[float, float] = (0.0, 0.0)  # of these under torch.compile; 0: not timed
     serves: tuple[str, str] = (OWN, OWN)  # who runs forward and backward if OWN is chosen
     peers: tuple[PeerProof, ...] = ()
+    stock_right: bool = False  # whether PyTorch's own functions are as right, and faster than both
 
 
 def forget_recipes() -> None:

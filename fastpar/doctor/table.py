@@ -2,7 +2,12 @@
 
 The file is in fastpar/proofs of the user's cache (or in FASTPAR_PROOFS). It is validated like any
 untrusted file and replaced as a whole; a lock lets one process prove at a time. If it cannot be
-written, a warning says so once and the proofs last as long as the process.
+written, a warning says so once and the proofs last as long as the process. A proof is left out if
+the sources of its op changed (sources.py).
+
+[Note: shipped] A table that ships with the package (shipped/, measured by bench/gpu.sh) saves the
+trials on that GPU with the same releases of fastpar, torch and Triton, whose compiler makes the
+kernels. The driver and who compiled csrc/ may differ; in a checkout csrc/ itself may not.
 
 [Note: a trial that ends the process] The case under trial is recorded first. If a process ended
 during it, the next one makes the trial in a process of its own (trial.prove_apart): a crash there
@@ -29,8 +34,8 @@ from typing import Any
 
 import torch
 
-import fastpar.kernels
 from fastpar._version import __version__
+from fastpar.doctor.sources import digest_of
 from fastpar.files.plain_files import (
     parse_object,
     read_plain,
@@ -44,8 +49,8 @@ from fastpar.kernels.attention.peers import PEERS
 from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof
 
 FOLDER = "FASTPAR_PROOFS"  # environment: another folder
-VERSION = 5
-BUILD = ("module", "sources")  # what differs between two checkouts of one version
+VERSION = 4
+SHIPPED = Path(__file__).with_name("shipped")
 MOST_BYTES, MOST_LETTERS = 1 << 20, 1000  # of a file; of the reason why a kernel is wrong
 
 
@@ -62,8 +67,7 @@ def environment(device: str) -> dict[str, str]:
     # Which build of csrc/ is installed, by what it holds: a copy is the same.
     about["module"] = "none" if _C is None else _digest(Path(_C.__file__))
     about["ops"] = _digest(*([nodes] if nodes is not None else []))
-    files = Path(fastpar.kernels.__file__).parent.rglob("*.*")
-    about["sources"] = _digest(*(path for path in files if path.suffix in (".py", ".json")))
+    about["csrc"] = _digest(*Path(__file__).resolve().parents[2].glob("csrc/**/*.*"))  # a checkout
     if device == "cuda":
         about["device"] = torch.cuda.get_device_name()
         about["driver"] = _driver()
@@ -99,25 +103,42 @@ def _driver() -> str:
 
 
 def _versions(about: dict[str, str]) -> dict[str, str]:
-    """All but which build it is."""
-    return {name: value for name, value in about.items() if name not in BUILD}
+    """All but which build of csrc/ it is."""
+    return {name: value for name, value in about.items() if name not in ("module", "csrc")}
+
+
+def _releases(about: dict[str, str]) -> dict[str, str]:
+    """What a shipped table is valid for; see [Note: shipped]."""
+    kept = {name: about.get(name, "") for name in ("device", "fastpar", "torch", "triton")}
+    return {**kept, "torch": kept["torch"].partition("+")[0]}
+
+
+def _name(about: dict[str, str]) -> str:
+    device = re.sub(r"[^A-Za-z0-9]+", "-", about["device"]).strip("-").lower()
+    text = json.dumps(about, sort_keys=True)
+    return f"{device}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
 
 
 def file_name(about: dict[str, str]) -> str:
-    """The name of a table's file: the device, and a digest of all versions."""
-    device = re.sub(r"[^A-Za-z0-9]+", "-", about["device"]).strip("-").lower()
-    text = json.dumps(_versions(about), sort_keys=True)
-    return f"{device}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
+    """The name of a table's file: the device, and a digest of all versions but csrc's build."""
+    return _name(_versions(about))
+
+
+def shipped_name(about: dict[str, str]) -> str:
+    """The same of a table that ships."""
+    return _name(_releases(about))
 
 
 def row_of(case: Case, proof: Proof) -> dict[str, Any]:
     """A proof as a JSON object."""
     where = {"op": case.op, "dtype": str(case.dtype).removeprefix("torch."), "size": case.size}
+    where["sources"] = digest_of(case.op)
     return where | proof._asdict() | {"peers": [peer._asdict() for peer in proof.peers]}
 
 
 def parse_proofs(device: str, content: Any) -> dict[Case, Proof]:
-    """The proofs in a file's content; raises ValueError, KeyError, ... if it is malformed."""
+    """The proofs in a file's content, without those of ops whose sources changed; raises
+    ValueError, KeyError, ... if it is malformed."""
     found = {}
     for row in content["proofs"]:
         case = Case(device, row["op"], getattr(torch, row["dtype"]), row["size"])
@@ -129,12 +150,15 @@ def parse_proofs(device: str, content: Any) -> dict[Case, Proof]:
             all(isinstance(t, str) and len(t) <= MOST_LETTERS and t.isprintable() for t in texts)
             and (isinstance(case.op, str) and isinstance(case.size, int))
             and (isinstance(case.dtype, torch.dtype) and row["chosen"] in (OWN, STOCK))
+            and isinstance(row["stock_right"], bool)
             and {forward, backward} <= {OWN, *PEERS}
         ):
             raise ValueError(shown(row))
-        found[case] = Proof(
-            row["chosen"], row["wrong"], **times, serves=(forward, backward), peers=peers
-        )
+        if row["sources"] == digest_of(case.op):
+            found[case] = Proof(
+                row["chosen"], row["wrong"], **times, serves=(forward, backward), peers=peers,
+                stock_right=row["stock_right"],
+            )  # fmt: skip
     return found
 
 
@@ -163,7 +187,8 @@ class ProofTable:
         self.source: Path | None = None
         self._tried: set[str] = set()  # cases whose trials began and did not end
         self._warned = self._is_locked = False
-        self._load()
+        self._load(SHIPPED / shipped_name(self.about))
+        self._load(self.path)
 
     def _warn(self, text: str) -> None:
         """A warning; only the first."""
@@ -171,27 +196,30 @@ class ProofTable:
             self._warned = True
             warnings.warn(f"proofs of this machine{text}", stacklevel=2)
 
-    def _load(self) -> None:
-        """Reads the file's proofs, if it exists and is for this environment."""
-        path = self.path
+    def _load(self, path: Path) -> bool:
+        """Reads a file's proofs, if it exists and is for this environment."""
         try:
             content = parse_object(read_plain(path, MOST_BYTES))
             about, here = dict(content["about"]), self.about
-            if content["version"] != VERSION or _versions(about) != _versions(here):
+            ships = path.parent == SHIPPED
+            same = _releases if ships else _versions
+            if content["version"] != VERSION or same(about) != same(here):
                 raise ValueError("it is for another version or machine")
-            if any(about[name] != here[name] for name in BUILD):
-                return  # of another checkout, or before a new build: replaced
+            build = "csrc" if ships else "module"
+            if about[build] != here[build] and not (ships and here[build] == "none"):
+                return False  # of another checkout, or before a new build: replaced
             proofs = parse_proofs(self.device, content)
             tried = set(content["tried"])
             if not all(isinstance(case, str) for case in tried):
                 raise ValueError(f"tried: {shown(tried)}")
         except (FileNotFoundError, NotADirectoryError):
-            return
+            return False
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             self._warn(f": ignored {path.name} in {self.path.parent} ({reason(error)})")
-            return
+            return False
         self.source, self.proofs = path, self.proofs | proofs
         self._tried = tried
+        return True
 
     def save(self) -> None:
         """Replaces the file; warns once if that fails."""
@@ -217,7 +245,7 @@ class ProofTable:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             self._is_locked = True
         try:
-            self._load()
+            self._load(self.path)
             yield
         finally:
             self._is_locked = False

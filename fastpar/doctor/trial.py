@@ -47,6 +47,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -285,13 +286,25 @@ def _prove(case: Case, rows: int, compiled: bool) -> Proof:
         able = {name: times[name] for name in (OWN, *right) if name in times}
         seen.append(_by_times(times, _fastest(case, checked, able), others))
         if _choice_of(seen[-1]) in (OWNS, *map(_choice_of, seen[:-1])):
-            return seen[-1]
+            return _beside_stock(case, checked, seen[-1])
     return seen[-1]._replace(  # what is compiled is chosen by these times, later
         chosen=OWN,
         serves=(OWN, OWN),
         own_ms=min((proof.own_ms for proof in seen), key=sum),
         compiled_ms=max((proof.compiled_ms for proof in seen), key=sum),
     )
+
+
+def _beside_stock(case: Case, checked: Sequence[OpCase], proof: Proof) -> Proof:
+    """With whether PyTorch's own functions, if they were faster, are right, bits included."""
+    fastest = min(sum(proof.own_ms), sum(proof.instead_ms) or sum(proof.own_ms))
+    if case.op.startswith("attention") or not 0 < SLOWER * sum(proof.stock_ms) < fastest:
+        return proof  # attention's are among the peers
+    alone = [replace(one, fn=one.stock or one.eager) for one in checked]
+    try:
+        return proof._replace(stock_right=not what_is_wrong(case, alone))
+    except torch.OutOfMemoryError:
+        return proof
 
 
 def _by_times(times: Times, serves: tuple[str, str], others: Mapping[str, str]) -> Proof:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cells import slow
 
 from fastpar.doctor import doctor, report, trial
@@ -13,6 +14,7 @@ from fastpar.doctor.table import ProofTable
 from fastpar.doctor.trial import CYCLES_PER_US, CpuClock, CudaClock, Timing, interleave
 from fastpar.kernels import choice
 from fastpar.kernels.attention import peers as attention_peers
+from fastpar.kernels.cases import proof_cases
 from fastpar.kernels.choice import OWN, STOCK, Case
 
 PLAIN = Case("cpu", "attention", torch.float32, 32)
@@ -193,6 +195,29 @@ def test_an_implementation_that_fails_at_the_timed_size_serves_nothing(monkeypat
     assert proof.serves == (OWN, OWN)
     (peer,) = proof.peers
     assert peer.wrong == "at B=1 T=128 D=64 H=4: RuntimeError: too many rows"
+
+
+@pytest.mark.parametrize(
+    ("ms", "changes", "right"), [(0.5, 0.0, True), (0.5, 1e-3, False), (0.98, 0.0, False)]
+)
+def test_pytorch_alone_is_named_where_it_is_right_and_faster(monkeypatch, ms, changes, right):
+    """Not the fallback, which keeps fastpar's promises: both are timed."""
+    case, calls = Case("cpu", "bias_gelu", torch.float32, 96), []
+
+    def alone(x, bias):
+        calls.append(1)
+        return F.gelu(x + bias, approximate="tanh") + changes * len(calls)
+
+    found = proof_cases("bias_gelu", 96, "cpu", 64)[:2]
+    for one in found:
+        monkeypatch.setattr(one, "stock", alone)
+    monkeypatch.setattr(trial, "proof_cases", lambda *_: found)
+    times = {"own": (1.0, 1.0), "instead": (1.0, 1.0), "stock": (ms, 1.0)}
+    monkeypatch.setattr(trial, "_times", lambda *_: (times, {}))
+    proof = trial.prove(case)
+    assert (proof.chosen, proof.stock_right) == (OWN, right)
+    said = "\n".join(report.notes({case: proof}))
+    assert ("1.500, and are as right, with the same bits twice" in said) == right
 
 
 def test_a_peer_is_timed_in_both_directions(monkeypatch):

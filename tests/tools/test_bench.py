@@ -27,6 +27,7 @@ from bench.records import RESULTS, ResultFile, Row, load, machine, median_interv
 from bench.report import report
 from bench.systems import compare, steps
 from fastpar.comm.ranks import RankFailed
+from fastpar.doctor.table import VERSION
 from fastpar.doctor.trial import CpuClock, launches_of
 from fastpar.kernels.reference import bias_gelu_ref
 from fastpar.predict import plan
@@ -339,17 +340,22 @@ def test_every_place_that_is_tuned_changes_what_runs(arch, sms):
 def test_a_report_becomes_results_and_a_rehearsal_does_not(tmp_path, capsys):
     about = {**machine("cpu"), "device": "cuda", "gpu": "A GPU", "driver": "1", "cuda": "13"}
     row = Row("gelu", "tanh", "forward", "fastpar", "cuda", dtype="bfloat16", threads=1)
+    proofs = {"version": VERSION, "about": {"device": "A GPU"}, "proofs": []}
     cells = [
         {"cell": "time gelu", "status": "ok", "rows": [row.to_json()]},
-        {"cell": "p", "status": "error", "error": "no /opt/me/x.py"},
+        {"cell": "p", "status": "error", "error": "no /opt/me/x.py", "proofs": proofs},
     ]
     report = {"about": about, "quick": False, "mode": "fast", "seconds": 1.0, "cells": cells}
     path = tmp_path / "report.json"
     path.write_text(json.dumps(report))
-    said = ingest.ingest(path, tmp_path / "results")
+    package = tmp_path / "package"
+    (package / "fastpar" / "doctor").mkdir(parents=True)
+    said = ingest.ingest(path, tmp_path / "results", package)
     assert said[0].startswith("1 rows in a-gpu_")
     (rows,) = (tmp_path / "results").glob("*.json")
     assert [r.key for r in load(rows)[1]] == [row.key]
+    (shipped,) = (package / "fastpar" / "doctor" / "shipped").iterdir()
+    assert json.loads(shipped.read_text())["version"] == VERSION  # else it would be ignored
     kept, text = sorted((tmp_path / "results" / "gpu").iterdir())
     assert "/opt" not in kept.read_text() + text.read_text()
     assert "ERROR    p: no <path>" in text.read_text()

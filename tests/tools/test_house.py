@@ -283,7 +283,7 @@ NAMED_TEST = re.compile(r"(?<![\w.])(test_\w+)\b(?!\.)")
 OF_OTHERS = {  # files of nanoGPT, Linux, users and caches
     "train.py", "prepare.py", "config/train_shakespeare_char.py", "script.py", "random.py",
     "linux/prctl.h", "linux/fcntl.h", "linux/fs.h", "my.toml", "FILE.toml", "DIR/report.md",
-    "bench.only", "a.csv", "a/z.md", "fastpar/proofs", "fastpar/rates",
+    "bench.only", "a.csv", "a/z.md", "fastpar/proofs", "fastpar/rates", "fastpar/doctor/shipped",
 }  # fmt: skip
 COMMENT = {".py": r'"""(.*?)"""|#(?!include)([^\n"]*)', ".sh": r"()#([^\n]*)"}
 
