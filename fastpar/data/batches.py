@@ -172,8 +172,8 @@ def load_data(
             ids as numbers; the largest sets the vocabulary. None: as auto, but never trained on the
             text.
         cache_dir: default $XDG_CACHE_HOME/fastpar or ~/.cache/fastpar.
-        val_fraction: in (0, 1), of the text for validation: whole documents spread over the text, or
-            its end if there are too few documents. Sources with a validation split keep it.
+        val_fraction: in (0, 1), of the text for validation: whole documents spread over the text,
+            or its end if there are too few documents. Sources with a validation split keep it.
         block_size: if given, both parts must have at least one sequence of this length.
         progress: show a bar and notes on stderr in this process.
         meet: returns when every rank has called it. Each calls it once: the one that shows progress
