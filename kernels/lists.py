@@ -42,7 +42,7 @@ def are_at(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     )  # fmt: skip
 
 
-def copy_(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+def copy_(to: list[Tensor], source: list[Tensor]) -> None:
     """to[i].copy_(source[i]) for each i."""
     if _C is None:
         torch._foreach_copy_(to, source)
