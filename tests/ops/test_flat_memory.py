@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from cells import covering, sweep
+from torch.testing._internal.logging_tensor import LoggingTensorMode, capture_logs
 
 from fastpar.kernels import (
     _C,
@@ -25,7 +26,7 @@ from fastpar.kernels import (
 )
 from fastpar.kernels import reference as ref
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins, norm_from_bins
-from fastpar.kernels.lists import rows_of
+from fastpar.kernels.lists import are_at, copy_, rows_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 7, 63, 127, 1000, 0, 20011)
@@ -613,3 +614,28 @@ def test_more_than_2_to_the_31_elements():
     assert dequantize_blockwise(codes, scales, out_dtype=torch.bfloat16)[-1] == 4
     x[-2] = torch.nan
     assert global_norm([x], counted=[False]).norm.isnan()
+
+
+def test_lists_are_copied_as_tensors_are():
+    """Of any dtype, layout and size, seen by modes and by autograd's versions."""
+    shapes = (3,), (2, 5), (0,), (600, 200)
+    source = [*map(torch.randn, shapes), torch.randn(5, 3).t(), torch.randn(7)[::2]]
+    source.append(torch.randn(4).bfloat16())
+    to = [torch.zeros(x.shape) for x in source]
+    views = [t.view(-1) for t in to]
+    versions = [t._version for t in to]
+    copy_(to, source)
+    assert_same(to, [x.float().contiguous() for x in source])
+    assert_same(views, [x.float().flatten() for x in source])
+    assert all(t._version > before for t, before in zip(to, versions))
+    with LoggingTensorMode(), capture_logs() as seen:
+        copy_([torch.zeros(3)], [source[0]])
+    assert any("copy_" in line for line in seen)
+
+
+def test_lists_of_the_same_memory():
+    x, other = torch.randn(4, 4), torch.randn(4, 4)
+    assert are_at([x, x[1]], [x.view(4, 4), x[1]])
+    for wrong in (other, x.t(), x.view(16), x.view(torch.int32), x[:2]):
+        assert not are_at([other, x], [other, wrong])
+    assert not are_at([x], [x, x])

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cells import sweep
 
 from fastpar.kernels import _C, backend, linear
@@ -28,6 +29,54 @@ def make(n, c, f, dtype=torch.float32):
 def test_what_is_refused(shapes, words):
     with pytest.raises(ValueError, match=words):
         linear(*map(torch.ones, shapes))
+
+
+def wide(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def test_what_torchs_linear_has_this_has_too():
+    """Second derivatives, tangents, vmap, autocast; of any number of dimensions."""
+    for given in ((wide(2, 3, 4), wide(5, 4), wide(5)), (wide(4), wide(5, 4), None)):
+        assert torch.autograd.gradgradcheck(linear, given)
+    x, weight, bias = (t.detach() for t in make(3, 4, 5))
+    tangents = tuple(map(torch.randn_like, (x, weight, bias)))
+    for got, want in zip(
+        torch.func.jvp(linear, (x, weight, bias), tangents),
+        torch.func.jvp(F.linear, (x, weight, bias), tangents),
+        strict=True,
+    ):
+        assert torch.equal(got, want)
+    rows = torch.randn(6, 3, 4)
+    each = torch.func.vmap(linear, (0, None, None))(rows, weight, bias)
+    torch.testing.assert_close(each, F.linear(rows, weight, bias))
+    leaves = make(3, 4, 5), make(3, 4, 5)
+    for a, b in zip(*leaves):
+        b.data = a.data.clone()
+    for call, given in zip((linear, F.linear), leaves):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = call(*given)
+        assert y.dtype == torch.bfloat16
+        y.sum().backward()
+    for a, b in zip(*leaves):
+        assert a.grad.dtype == torch.float32
+        assert torch.equal(a.grad, b.grad)
+
+
+@sweep("frozen", [(), (0,), (1,), (0, 1), (2,)])
+def test_linear_keeps_what_its_gradients_need(frozen):
+    given, kept = make(3, 4, 5), []
+    for i in frozen:
+        given[i].requires_grad_(False)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.data_ptr()) or t, lambda t: t
+    ):
+        y = linear(*given)
+    x, weight, _ = (t.data_ptr() for t in given)
+    needed = [weight] * (0 not in frozen) + [x] * (1 not in frozen)
+    assert sorted(kept) == sorted(needed)
+    y.sum().backward()
+    assert [t.grad is None for t in given] == [i in frozen for i in range(3)]
 
 
 def mkl_promises_bits():
