@@ -217,7 +217,6 @@ def schedule_of(text, **more):
 REFUSED = [
     ({"strategies": "dp,zero4"}, r"got strategy=zero4; did you mean zero3\?"),
     ({"strategies": "horovod"}, r"got strategy=horovod; choose from these"),
-    ({"strategies": "dp,async"}, r"got strategy='async'; use zero1, .*results/parameter_serve"),
     ({"strategies": ","}, r"compare: expected comma-separated names, got strategies=','; drop"),
     *(
         ({name: 0}, rf"compare: expected {name} >= 1, got {name}=0")

@@ -388,7 +388,7 @@ def text_of(source, tokenizer, *, block_size, **others):
         check_name(tokenizer)
     size = SIZES.get(tokenizer) or int(tokenizer.removeprefix("bpe-"))
     tokens = torch.zeros(2, dtype=torch.int64).numpy()
-    return TextData(source, tokens, tokens, ByteTokenizer(), size, notes=())
+    return TextData(source, tokens, tokens, ByteTokenizer(), size)
 
 
 def built(words, monkeypatch):
