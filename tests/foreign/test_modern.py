@@ -126,8 +126,14 @@ def test_layers_that_are_called(name, way):
             m.model.layers[1].self_attn.q_proj.requires_grad_(True)
     if way != "frozen":
         with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
-            outputs = [m(tokens(), labels=tokens()).loss for m in (model, stock)]
-        torch.testing.assert_close(*outputs, rtol=1e-2 if way == "autocast" else 1e-5, atol=0)
+            outputs = [m(tokens(), labels=tokens()) for m in (model, stock)]
+        bound = 1e-5 * outputs[1].loss
+        if way == "autocast":
+            # Some 14 roundings of up to 2^-9 on a logit's way in either model, of 1 / sqrt(3) of
+            # that in the mean, and of one in sqrt(n) of it over n targets; 5 deviations.
+            n, most = tokens().numel(), outputs[1].logits.abs().max()
+            bound = 5 * (2 * 14 / 3 / n) ** 0.5 * 2**-9 * most
+        assert (outputs[0].loss - outputs[1].loss).abs() <= bound
     if way == "frozen":
         for m in (model, stock):
             m(tokens(), labels=tokens()).loss.backward()
