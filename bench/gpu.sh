@@ -35,23 +35,27 @@ make_shim() {
   ln -s "$PWD/bench/triton_key.py" "$shim/sitecustomize.py"
   export PYTHONPATH="$shim${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 }
-# In a copy, whose objects are those of this Python.
+# The module and the library for this torch, in a copy, whose objects are those of this Python.
 build_module() {
   local copy=build/plain
   mkdir -p "$copy"
-  rm -rf "$copy/csrc"  # a file that went must not be compiled
+  rm -rf "$copy/csrc" "$copy/lib"  # a file that went must not be compiled, nor another Python's carried
   cp -rp setup.py csrc "$copy/"
-  (cd "$copy" && "$PYTHON" setup.py -q build_ext --build-lib lib) && cp -p "$copy"/lib/fastpar/kernels/_C*.so "$1/"
+  (cd "$copy" && "$PYTHON" setup.py -q build_ext --build-lib lib) && cp -p "$copy"/lib/fastpar/kernels/_*.so "$1/"
 }
-digest() { (LC_ALL=C; cat setup.py csrc/* | sha256sum | cut -c 1-16); }
-loads() { (cd build && "$PYTHON" -m fastpar.kernels.backend); }
+digest() { (LC_ALL=C; cat setup.py csrc/*.* csrc/torch/* | sha256sum | cut -c 1-16); }
+# A package whose library is for another torch can be imported, too: torch then computes everything.
+loads() {
+  (cd build && "$PYTHON" -c 'from fastpar.kernels import _C, backend; print(backend.describe()); assert _C is not None')
+}
 
 make_shim
 if [[ ${1:-} == pack ]]; then
   rm -rf "$PACK"
   mkdir -p "$PACK"
   FASTPAR_CUDA=1 build_module "$PACK" && digest >"$PACK/digest" || exit 1
-  cp -p "$PACK"/_C*.so build/shim/fastpar/kernels/
+  cp -p "$PACK"/_*.so build/shim/fastpar/kernels/
+  loads || exit 1
   TRITON_CACHE_DIR=$PWD/build/pack_cache "$PYTHON" -m bench.gpu_checks pack || exit 1
   tar -C build/pack_cache -czf "$PACK/triton.tar.gz" .
   du -sh "$PACK"/*
@@ -64,15 +68,15 @@ if [[ -f $PACK/triton.tar.gz ]]; then
 fi
 how=carried
 [[ -f $PACK/digest && $(cat "$PACK/digest") != "$(digest)" ]] && echo "gpu.sh: the pack is of another csrc/" >&2
-if [[ $(cat "$PACK/digest" 2>/dev/null) == "$(digest)" ]] && cp -p "$PACK"/_C*.so build/shim/fastpar/kernels/ &&
+if [[ $(cat "$PACK/digest" 2>/dev/null) == "$(digest)" ]] && cp -p "$PACK"/_*.so build/shim/fastpar/kernels/ &&
   { loads >build/gpu_build.log 2>&1 || { tail -n 3 build/gpu_build.log >&2; false; }; }; then
   :
-elif compgen -G "kernels/_C*.so" >/dev/null && rm -f build/shim/fastpar/kernels/_C* &&
-  ln -s "$PWD"/kernels/_C*.so build/shim/fastpar/kernels/ && loads >build/gpu_build.log 2>&1; then
+elif compgen -G "kernels/_C*.so" >/dev/null && rm -f build/shim/fastpar/kernels/_*.so &&
+  ln -s "$PWD"/kernels/_*.so build/shim/fastpar/kernels/ && loads >build/gpu_build.log 2>&1; then
   how=installed
 else
   how=built
-  rm -f build/shim/fastpar/kernels/_C*
+  rm -f build/shim/fastpar/kernels/_*.so
   build_module build/shim/fastpar/kernels >build/gpu_build.log 2>&1 && loads >>build/gpu_build.log 2>&1 ||
     { cat build/gpu_build.log; echo "gpu.sh: the build failed" >&2; exit 1; }
 fi

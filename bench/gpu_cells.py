@@ -7,9 +7,10 @@ that time run alone. $OUT gets three files: report.json (whole after every cell)
 for a person) and logs.tar.gz. `python -m bench ingest report.json` makes results of the report.
 
 [Note: shares] Cells run in the order in which they stand here, which is by value. Each belongs to a
-stage, which is over after END[stage] seconds: a cell that is late ends there at the latest, so that
-it takes nothing from those of later stages. Its own limit begins when it starts. What is left of a
-call of fewer seconds, the next call does: cells that were ok with the same sources are kept.
+stage, which is over END[stage] seconds after the first cell began: a cell that is late ends there
+at the latest, so that it takes nothing from those of later stages. Its own limit begins when it
+starts. A build takes from the last stages. What is left of a call of fewer seconds, the next call
+does: cells that were ok with the same sources are kept.
 """
 
 import collections
@@ -38,7 +39,7 @@ from fastpar.kernels import choice
 from fastpar.kernels.choice import OWN
 
 LIMIT_S = 590.0
-END = {  # of a stage, in seconds from the start
+END = {  # of a stage, in seconds
     "facts": 25, "prove": 135, "headline": 210, "checks": 360, "compiled": 395, "large": 465,
     "tune": 525, "tools": 590, "on request": 590,
 }  # fmt: skip
@@ -103,14 +104,14 @@ def _child(one: Cell, path: Path, log: Path, until: float, blocking: bool) -> No
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # an error of the last kernel is this cell's
             found["peak_mb"] = torch.cuda.max_memory_allocated() >> 20
-        note(serves=serves(), cpu_s=round(time.process_time(), 2))
         note(**{"status": "ok", **found})
     except BaseException as error:
         status = "wrong" if isinstance(error, AssertionError) else "error"
         text = f"{type(error).__name__}: {error}"[:3000]
         note(status=status, error=text, traceback=traceback.format_exc()[-12000:])
         code = 1
-    note(seconds=round(time.time() - start, 2), blocking=blocking)
+    note(seconds=round(time.time() - start, 2), blocking=blocking, serves=serves())
+    note(cpu_s=round(time.process_time(), 2))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # no destructors: CUDA may hang in them
@@ -139,7 +140,7 @@ class Runner:
     """Starts cells, ends those that are late, and keeps the report whole."""
 
     def __init__(self, out: Path, started: float, limit_s: float) -> None:
-        self.out, self.started = out, started
+        self.out, self.started, self.begun = out, started, time.time()
         self.deadline, self.slower = started + limit_s, max(1.0, limit_s / LIMIT_S)
         self.rows: list[dict[str, Any]] = []
         self.head: dict[str, Any] = {"mode": "all", "quick": RUN.quick, "commit": commit()[0]}
@@ -217,7 +218,7 @@ class Runner:
         while todo or running:
             while todo and not self.dead:
                 one = todo[0]
-                until = min(self.deadline, self.started + self.slower * END[one.stage])
+                until = min(self.deadline, self.begun + self.slower * END[one.stage])
                 most = 1 if one.alone else at_once
                 if len(running) >= most or any(r["cell"].alone for r in running):
                     break
@@ -297,5 +298,8 @@ def report(head: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
             lines.append(f"{row['status']:8} {row['cell']}: {row.get('shown', '')}"[:170])
     for row in rows:
         lines += [f"  {line[:170]}" for line in row.get("lines", ())]
+        others = [f"{case} {who}" for case, who in row.get("serves", {}).items() if who != OWN]
+        if others and "lines" in row:
+            lines.append(f"  {row['cell']}: not by fastpar's kernels alone: {', '.join(others)}")
     left = [row["cell"] for row in rows if row["status"] == "no time"]
     return lines + ([f"no time was left for: {', '.join(left)}"] if left else [])

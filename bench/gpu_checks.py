@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastpar
-from bench.gpu_cells import AT_ONCE, CELLS, GOOD, LIMIT_S, RUN, Cell, Runner, cell, note
+from bench.gpu_cells import AT_ONCE, CELLS, GOOD, LIMIT_S, RUN, Cell, Runner, cell, note, serves
 from bench.harness import Bench
 from bench.records import RESULTS, ROOT, ResultFile, Row, commit, homes, machine
 from bench.systems import bench_train
@@ -49,7 +49,14 @@ from fastpar.doctor import doctor
 from fastpar.doctor.report import row as proof_line
 from fastpar.doctor.sources import digest_of
 from fastpar.doctor.table import VERSION, environment, row_of
-from fastpar.doctor.trial import clock_for, compile_launch, launches_of, synchronize, warm
+from fastpar.doctor.trial import (
+    clock_for,
+    compile_launch,
+    interleave,
+    launches_of,
+    synchronize,
+    warm,
+)
 from fastpar.files.runs import list_checkpoints
 from fastpar.kernels import backend
 from fastpar.kernels.attention import peers as attention_peers
@@ -86,6 +93,7 @@ def module() -> Found:
     """The compiled module, a kernel of csrc/ and a Triton launch, cold and warm."""
     from fastpar.kernels import _C, global_norm, layer_norm
 
+    assert _C is not None, "no module that this torch can use: torch computes everything"
     assert RUN.device != "cuda" or _C.built_with_cuda, "the module has no CUDA"
     x, ms = torch.randn(1000, 768, device=RUN.device), []
     torch.testing.assert_close(global_norm([x]).norm.double().cpu(), x.double().norm().cpu())
@@ -645,7 +653,7 @@ def in_turns(name: str, batch_size: int, *names: str) -> Found:
         lines.append(f"{r.case}: {r.variant} {speed}, {more}")
     note(lines=lines)
     assert not refused, "\n".join(refused)
-    return {"shown": lines[-1], "lines": lines}
+    return {"shown": lines[-1]}
 
 
 TIMED = [
@@ -732,7 +740,8 @@ def trainers(table: dict[str, Found], steps: int, look: Look | None = None) -> F
                 traceback.print_exc()
                 ms[name] = reason(error)
             gc.collect()
-            note(ms=ms, lines=[line_of(name, value) for name, value in ms.items()], **found)
+            lines = [line_of(name, value) for name, value in ms.items()]
+            note(ms=ms, lines=lines, serves=serves(), **found)
     bad = {name: why for name, why in ms.items() if isinstance(why, str)}
     assert not bad, str(bad)
     return {"shown": ", ".join(f"{name} {value[0]}" for name, value in ms.items()), **found}
@@ -815,7 +824,7 @@ def fp8_steps() -> Found:
     return trainers({"fp8 tensor": {**at, "fp8": "all", "fp8_scaling": "tensor"}}, 10)
 
 
-@cell("tune", "tune", 60, on_cpu=False)
+@cell("tune", "tune", 48, on_cpu=False)
 def tune() -> Found:
     """The places with the most to gain; all times are kept."""
     from bench.ops import tune as tuning
@@ -824,9 +833,34 @@ def tune() -> Found:
     session = tuning.Session(arch, False, RUN.scratch / "tune.json")
     timed = "bwd_dkdv 64 plain"  # on an H200
     listed = [e for e in tuning.entries(arch) if e.gain_ms >= 0.3 and timed not in e.name]
-    tuning.run(listed, session, minutes=0.8)
+    tuning.run(listed, session, minutes=0.65)
     note(tuned={name: vars(one) for name, one in session.found.items()})
     return {"lines": [f"{name}: {one.chosen}" for name, one in session.found.items()]}
+
+
+@cell("tune", "products", 12)
+def products() -> Found:
+    """Each product of a layer of 124M at B=32 in three forms, which cuBLAS may serve by different
+    algorithms."""
+    N, C = (64, 32) if RUN.quick else (32768, GPT2.n_embd)
+    clock, lines = clock_for(RUN.device), list[str]()
+    layers = {"qkv": (C, 3 * C), "proj": (C, C), "c_fc": (C, 4 * C), "c_proj": (4 * C, C)}
+    for layer, (K, M) in layers.items():
+        x, w, dy = (
+            torch.randn(shape, device=RUN.device, dtype=dtype_here())
+            for shape in ((N, K), (M, K), (N, M))
+        )
+        for what, a, b in (("y", x, w.t()), ("dx", dy, w), ("dw", dy.t(), x)):
+            ways = {
+                "mm": partial(torch.mm, a, b),
+                "linear": partial(F.linear, a, b.t()),
+                "transposed": partial(torch.mm, b.t(), a.t()),
+            }
+            timed = interleave({n: [call] for n, call in ways.items()}, clock, budget_s=0.15)
+            rates = {n: 2e-9 * N * K * M / t.median_ms for n, t in timed.items()}
+            lines.append(f"{layer} {what}: {', '.join(f'{n} {r:.0f}' for n, r in rates.items())}")
+            note(lines=lines)
+    return {"shown": f"TFLOP/s of {len(lines)} products"}
 
 
 CELLS += [

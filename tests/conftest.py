@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items):
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU: torch.cuda.is_available() is False")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):  # the keywords hold the name of the folder, too
             item.add_marker(skip)
 
 
@@ -95,7 +95,7 @@ def _mesh_on_the_cpu(request, monkeypatch):
     """A test that is not about GPUs has its mesh and models on the CPU, also beside a GPU."""
     from fastpar.comm import mesh
 
-    if "gpu" not in request.keywords:
+    if request.node.get_closest_marker("gpu") is None:
         pick = mesh._pick_device
         monkeypatch.setattr(
             mesh, "_pick_device", lambda asked, *place: pick(asked or "cpu", *place)

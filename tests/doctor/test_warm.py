@@ -1,7 +1,12 @@
 """Kernels compiled before they are needed: those that calls launch, by several processes."""
 
+import json
+import os
+import re
 import shutil
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +44,43 @@ def test_processes_fill_tritons_cache(monkeypatch, tmp_path):
     assert warm([ATTENTION], H100, processes=2) == []
     names = {launch.name for launch in launches_of(ATTENTION, H100)}
     assert {path.stem for path in tmp_path.rglob("*.cubin")} == names
+
+
+LOOKS = """
+from fastpar.doctor import trial
+
+gpu, rows = (90, 132), [["dropout", "bfloat16", 0, None]]
+first, _ = trial.missing(rows, gpu)
+for launch in trial._launches(rows[0], gpu):
+    trial.compile_launch(launch, gpu)
+print(len(first), *trial.missing(rows, gpu))
+"""
+
+
+def test_what_tritons_cache_holds_is_not_compiled_again(tmp_path):
+    """In a process without Triton's interpreter, whose kernels are not compiled."""
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    env.pop("TRITON_INTERPRET", None)
+    run = subprocess.run([sys.executable, "-c", LOOKS], env=env, capture_output=True, text=True)
+    assert re.fullmatch(r"[1-9] \[\] \[\]\n", run.stdout), run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("jobs", [0, 1, 3, 40])
+def test_there_are_no_more_processes_than_launches_to_compile(monkeypatch, jobs):
+    """Each imports torch, Triton and fastpar: seconds of a core, for nothing if all is cached."""
+    shares = []
+
+    def start(command, **how):
+        shares.append(json.loads(command[-1])[2])
+        return SimpleNamespace(communicate=lambda: ("",), returncode=0)
+
+    listed = [[0, n] for n in range(jobs)]
+    monkeypatch.setattr(trial, "missing", lambda rows, gpu: (listed, []))
+    monkeypatch.setattr(trial.os, "sched_getaffinity", lambda process: range(64))
+    monkeypatch.setattr(trial.subprocess, "Popen", start)
+    assert warm([DROPOUT], H100) == []
+    assert len(shares) == min(jobs, 16)
+    assert sorted(job for share in shares for job in share) == listed
 
 
 @pytest.mark.slow
