@@ -8,7 +8,8 @@
 #   bench/gpu.sh pack                       on a machine without a GPU: builds into build/gpu_pack what is then
 #                                           not compiled (Python 3.12, torch 2.11, Triton 3.6, nvcc)
 #
-# PYTHON names the interpreter: it needs torch, triton, pybind11, ninja, setuptools, numpy, pytest.
+# PYTHON names the interpreter: it needs torch, triton, numpy, safetensors, tqdm, pytest, pytest-timeout, for one
+# cell transformers, and where nothing is carried pybind11, ninja and setuptools.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 STARTED=$(date +%s)

@@ -268,7 +268,12 @@ has_triton: bool = importlib.util.find_spec("triton") is not None
 @functools.cache
 def triton_module(name: str) -> Any:
     """A module of Triton kernels by its path below kernels/, imported at first use."""
-    return importlib.import_module(f"fastpar.kernels.{name}")
+    module = importlib.import_module(f"fastpar.kernels.{name}")
+    # In Triton 3.6 a kernel has another key if a function that it calls has none yet: what other
+    # processes compiled (doctor/trial.py, warm) would not be found.
+    for function in list(vars(module).values()):
+        getattr(function, "cache_key", None)
+    return module
 
 
 def use_triton(op: str, x: Tensor) -> bool:

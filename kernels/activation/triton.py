@@ -11,10 +11,11 @@ swiglu takes the sigmoids of the gate and of its negative from 2^-|z|, too, z = 
 
 Both passes move each element once and are limited by that, so tiles only have to keep enough
 16-byte accesses in flight: ROWS x BLOCK_C with 16 elements per thread. Forward has a program per
-tile. Backward walks down a column of tiles, copies the next one to shared memory while it works on
-one (num_stages=3), and keeps the bias's gradient, the sum of dx, in registers: each program writes
-one row of partials, and a second kernel adds these in a fixed order. The number of row ranges
-follows the number of multiprocessors, so dbias has the same bits on the same GPU.
+tile. Backward walks down a column of tiles, copies the next two to shared memory while it works on
+one (in fp32 the next one: swiglu's copies of two would take the registers of a third program on a
+multiprocessor), and keeps the bias's gradient, the sum of dx, in registers: each program writes one
+row of partials, and a second kernel adds these in a fixed order. The number of row ranges follows
+the number of multiprocessors, so dbias has the same bits on the same GPU.
 """
 
 import functools
@@ -135,7 +136,8 @@ def _activation_bwd_kernel(
         if KIND == _SWIGLU:
             up_bias = _row(bias_ptr + C, cols, C)
             up_total = tl.zeros([ROWS, BLOCK_C], tl.float32)
-    for start in tl.range(first, last, ROWS, num_stages=3):
+    STAGES: tl.constexpr = 2 if x_ptr.dtype.element_ty == tl.float32 else 3
+    for start in tl.range(first, last, ROWS, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS)
         inside = (rows < last)[:, None] & (cols < C)[None, :]
         offset = rows[:, None] * C + cols[None, :]

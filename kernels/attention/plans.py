@@ -47,9 +47,11 @@ def variant_for(dropout: bool, fp32: bool, bits: Tensor | None = None) -> str:
 def candidates(arch: int, kernel: str, head_dim: int, variant: str) -> list[Config]:
     """Configs worth timing: tiles that fit registers and shared memory by arithmetic.
 
-    More than 160 values of scores and accumulators per thread spill, and more warps than 16-row
-    slices of the scores compute the same rows twice.
+    More than 160 values of scores and accumulators per thread spill; 192 of dK and dV do not on
+    sm_90, whose products read from shared memory. More warps than 16-row slices of the scores
+    compute the same rows twice.
     """
+    wide = (arch, kernel, head_dim, variant) == (90, "bwd_dkdv", 128, "plain")
     element_bytes = 4 if variant == "fp32" else 2
     n_scores, n_outputs = {"fwd": (1, 1), "bwd_dq": (2, 1), "bwd_dkdv": (2, 2)}[kernel]
     ordered = variant == "dropout" and kernel != "bwd_dkdv"  # an order of keys without descriptors
@@ -61,7 +63,7 @@ def candidates(arch: int, kernel: str, head_dim: int, variant: str) -> list[Conf
         if num_warps * 16 > score_rows and variant != "fp32":
             continue
         values = n_scores * block_q * block_k + n_outputs * owned * head_dim
-        if values > 160 * 32 * num_warps:
+        if values > (192 if wide else 160) * 32 * num_warps:
             continue
         for num_stages in (1, 2, 3):
             rows = owned * n_scores + 2 * walked * num_stages
