@@ -4,7 +4,6 @@
     hopper     this package's kernels for sm_90: hopper_triton.py and hopper_bwd_triton.py
     flash      torch's FlashAttention 2
     cudnn      torch's call of cuDNN
-    efficient  torch's memory-efficient kernel (fp32, too)
     fa4        flash-attn-4, if that package is installed
     cpu        torch's flash kernel for CPU tensors
 
@@ -13,8 +12,9 @@ backward, ours included. fastpar/doctor tries each on this machine: from then on
 fastest serve plain calls (no dropout, no documents), chosen separately for forward and backward.
 FASTPAR_ATTENTION=<name> forces one, and is an error where it would be ignored; FASTPAR_BACKEND=cpp
 or triton forces `own`; FASTPAR_PEERS=-<name>,... leaves some out. In deterministic mode `own`
-serves: other backwards add in any order (torch: flash unless requested otherwise, cuDNN and
-efficient always), and other forwards may split a row's keys depending on the batch size.
+serves: other backwards add in any order (torch: flash unless requested otherwise, cuDNN always),
+and other forwards may split a row's keys depending on the batch size. torch's memory-efficient
+kernel is not among them: on an H200 it took 2.5 times as long forward and 3.5 times backward.
 
 [Note: others' masks] With dropout, others draw their own masks, which are not the same on every
 layout: such calls run `own`, and are refused if another is forced.
@@ -29,7 +29,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import backend, choice
@@ -95,19 +94,6 @@ def _cudnn_bwd(do, q, k, v, o, lse, causal, scale):
     run = _aten._scaled_dot_product_cudnn_attention_backward
     rest = (*_no_numbers(q), None, None, None, q.shape[1], k.shape[1], 0.0, causal)
     return _heads_first(*run(*_heads_first(do, q, k, v, o), lse.unsqueeze(-1), *rest, scale=scale))
-
-
-def _efficient_fwd(q, k, v, causal, scale):
-    run = _aten._scaled_dot_product_efficient_attention
-    o, lse, *_ = run(*_heads_first(q, k, v), None, True, 0.0, causal, scale=scale)
-    return o.transpose(1, 2), lse[..., : q.shape[1]]  # in steps of 32
-
-
-def _efficient_bwd(do, q, k, v, o, lse, causal, scale):
-    run = _aten._scaled_dot_product_efficient_attention_backward
-    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
-    rest = o.transpose(1, 2), lse, *_no_numbers(q), 0.0, [True, True, True, False], causal
-    return _heads_first(*run(*_heads_first(do, q, k, v), None, *rest, scale=scale)[:3])
 
 
 def _cpu_fwd(q, k, v, causal, scale):
@@ -214,7 +200,6 @@ PEERS = {
     "hopper": Peer(*_HOPPER, "cuda", _HALF, 128, in_place=True, in_subprocess=True),
     "flash": Peer(_flash_fwd, _flash_bwd, "cuda", _HALF, 256),
     "cudnn": Peer(_cudnn_fwd, _cudnn_bwd, "cuda", _HALF, 128),
-    "efficient": Peer(_efficient_fwd, _efficient_bwd, "cuda", (*_HALF, torch.float32), 256),
     "fa4": Peer(_fa4_fwd, _fa4_bwd, "cuda", _HALF, 128),
     "cpu": Peer(_cpu_fwd, _cpu_bwd, "cpu", (*_HALF, torch.float32), 256),
 }
