@@ -464,8 +464,8 @@ class Shards:
                 )
         modules = (module_ref() for module_ref in self._modules)
         children = [module._modules for module in modules if module is not None]
-        tables = itertools.chain(self._parameters, children)
-        parts = [*map(id, itertools.chain.from_iterable(map(dict.values, tables)))]
+        tables = (table.values() for table in (*self._parameters, *children))
+        parts = [*map(id, itertools.chain.from_iterable(tables))]
         if parts != self._checked:
             known = self._check_parts()
             self._checked = parts if known else None
