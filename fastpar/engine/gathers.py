@@ -466,6 +466,9 @@ class Gathers:
 
 def _tensors(output: Any) -> Iterator[Tensor]:
     """The tensors of an output, also in dataclasses."""
+    if isinstance(output, Tensor):  # most are
+        yield output
+        return
     for x in tree_iter(output):
         if isinstance(x, Tensor):
             yield x
