@@ -47,9 +47,9 @@ def variant_for(dropout: bool, fp32: bool, bits: Tensor | None = None) -> str:
 def candidates(arch: int, kernel: str, head_dim: int, variant: str) -> list[Config]:
     """Configs worth timing: tiles that fit registers and shared memory by arithmetic.
 
-    More than 160 values of scores and accumulators per thread spill; 192 of dK and dV do not on
-    sm_90, whose products read from shared memory. More warps than 16-row slices of the scores
-    compute the same rows twice.
+    More than 160 values of scores and accumulators per thread spill; on sm_90, whose products read
+    from shared memory, 192 of dK and dV spill 16 bytes at most, outside the loop. More warps than
+    16-row slices of the scores compute the same rows twice.
     """
     wide = (arch, kernel, head_dim, variant) == (90, "bwd_dkdv", 128, "plain")
     element_bytes = 4 if variant == "fp32" else 2
