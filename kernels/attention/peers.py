@@ -4,7 +4,6 @@
     hopper     this package's kernels for sm_90: hopper_triton.py and hopper_bwd_triton.py
     flash      torch's FlashAttention 2
     cudnn      torch's call of cuDNN
-    fa4        flash-attn-4, if that package is installed
     cpu        torch's flash kernel for CPU tensors
 
 All keep the logarithm of a row's sum of exponentials, so that any forward can be combined with any
@@ -20,7 +19,6 @@ kernel is not among them: on an H200 it took 2.5 times as long forward and 3.5 t
 layout: such calls run `own`, and are refused if another is forced.
 """
 
-import functools
 import importlib
 import importlib.util
 import math
@@ -107,24 +105,6 @@ def _cpu_bwd(do, q, k, v, o, lse, causal, scale):
     return _heads_first(*run(*_heads_first(do, q, k, v, o), lse, 0.0, causal, scale=scale))
 
 
-@functools.cache
-def _fa4():
-    """flash-attn-4, None without it; flash-attn 2 has another package named flash_attn."""
-    try:
-        return importlib.import_module("flash_attn.cute.interface")
-    except ImportError:
-        return None
-
-
-def _fa4_fwd(q, k, v, causal, scale):
-    how = {"softmax_scale": scale, "causal": causal}
-    return _fa4()._flash_attn_fwd(q, k, v, **how, return_lse=True)[:2]
-
-
-def _fa4_bwd(do, q, k, v, o, lse, causal, scale):
-    return _fa4()._flash_attn_bwd(q, k, v, o, do, lse, softmax_scale=scale, causal=causal)[:3]
-
-
 _HOPPER_HEAD_DIMS = (64, 128)
 
 
@@ -200,7 +180,6 @@ PEERS = {
     "hopper": Peer(*_HOPPER, "cuda", _HALF, 128, in_place=True, in_subprocess=True),
     "flash": Peer(_flash_fwd, _flash_bwd, "cuda", _HALF, 256),
     "cudnn": Peer(_cudnn_fwd, _cudnn_bwd, "cuda", _HALF, 128),
-    "fa4": Peer(_fa4_fwd, _fa4_bwd, "cuda", _HALF, 128),
     "cpu": Peer(_cpu_fwd, _cpu_bwd, "cpu", (*_HALF, torch.float32), 256),
 }
 
@@ -240,8 +219,6 @@ def _refusal_of_kind(name: str, device: str, dtype: torch.dtype, head_dim: int) 
         return f"does not take {dtype}"
     if head_dim % 8 or head_dim > peer.most:
         return f"takes head dimensions up to {peer.most} in steps of 8, not {head_dim}"
-    if name == "fa4" and _fa4() is None:
-        return "needs the package flash-attn-4"
     return ""
 
 

@@ -1,8 +1,6 @@
 """Others' kernels behind the op attention: any forward with any backward, who serves, forcing."""
 
 import math
-import sys
-from unittest import mock
 
 import pytest
 import torch
@@ -175,7 +173,7 @@ def test_the_proof_says_who_serves(prove, monkeypatch, recorded):
 ON_GPUS = [name for name, peer in PEERS.items() if peer.device == "cuda"]
 
 
-@sweep("name", [name for name in ON_GPUS if name not in ("fa4", "hopper")])
+@sweep("name", [name for name in ON_GPUS if name != "hopper"])
 def test_calls_for_a_gpu_fit_torchs_functions(name):
     """Arguments and shapes of CUDA's kernels, forward and backward, on tensors without memory."""
     q, k, v, do = (torch.empty(2, 40, 3, 64, dtype=torch.bfloat16, device="meta") for _ in range(4))
@@ -197,19 +195,6 @@ def test_on_a_gpu(name, D):
     for pair in (f"{name}/own", name, f"own/{name}"):
         with trying("attention", pair):
             check(attention_case(2, 192, D, 3, "cuda"), torch.bfloat16, "cuda")
-
-
-@pytest.mark.parametrize("n_files", range(4))
-def test_flash_attn_2_is_not_flash_attn_4(monkeypatch, tmp_path, n_files):
-    """Only the latter has the last of these files."""
-    for file in ("__init__.py", "cute/__init__.py", "cute/interface.py")[:n_files]:
-        (tmp_path / "flash_attn" / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "flash_attn" / file).touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(attention_peers, "_fa4", attention_peers._fa4.__wrapped__)  # no cache
-    why = "" if n_files == 3 else "needs the package flash-attn-4"
-    with mock.patch.dict(sys.modules):
-        assert attention_peers._refusal_of_kind("fa4", "cuda", torch.bfloat16, 64) == why
 
 
 def test_who_may_serve():
