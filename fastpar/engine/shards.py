@@ -7,7 +7,6 @@ module on which they are called gathers for all modules inside it.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -462,10 +461,10 @@ class Shards:
                     f"Engine: parameter '{name}' was frozen at fastpar.parallelize and now has "
                     "requires_grad=True; set requires_grad before fastpar.parallelize"
                 )
-        modules = (module_ref() for module_ref in self._modules)
-        children = [module._modules for module in modules if module is not None]
-        tables = (table.values() for table in (*self._parameters, *children))
-        parts = [*map(id, itertools.chain.from_iterable(tables))]
+        parts = [id(p) for table in self._parameters for p in table.values()]
+        for module_ref in self._modules:
+            if module := module_ref():
+                parts += map(id, module._modules.values())
         if parts != self._checked:
             known = self._check_parts()
             self._checked = parts if known else None
