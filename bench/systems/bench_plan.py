@@ -64,12 +64,12 @@ def cell_of(shape: GPTConfig, device: str, layout: Sequence[Any]) -> Cell:
 
 def title_of(workload: Workload, setup: Setup) -> str:
     shape, s = workload.shape, setup
-    parts = [f"tp {s.tp}"] * (s.tp > 1) + [f"ZeRO-{s.zero_stage}"] * (s.dp > 1)
+    parts = [f"tp {s.tp}"] * (s.tp > 1) + [f"ZeRO-{s.parallel.zero_stage}"] * (s.dp > 1)
     return (
         f"{shape.n_layer}x{shape.n_embd} T={shape.block_size}, "
         f"{s.world_size} rank{'s' * (s.world_size > 1)}{': ' * bool(parts)}{' x '.join(parts)}, "
         f"micro-batch {s.micro_batch_size} x {s.grad_accum_steps}, "
-        f"checkpointing {s.activation_checkpointing}"
+        f"checkpointing {s.recompute.activation_checkpointing}"
     )
 
 

@@ -1,6 +1,7 @@
 """Kinds of parallelism, one per file: the protocol of an axis, and the list of all axes.
 
-An axis defines everything about itself. All other code goes through every() and names none:
+An axis defines everything about itself. Other code goes through every(), so an added axis changes
+no other file:
 
     settings     its settings, for `fastpar train`, parallelize() and the planner
     rules        its checks of settings, and what it does not work with
@@ -40,7 +41,7 @@ from torch import Tensor, nn
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
-from fastpar.settings.fields import add_group, flat, leaves
+from fastpar.settings.fields import add_group, flat
 from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.settings.rules import add_rules
@@ -214,8 +215,9 @@ class Axis:
     def compared(self, setup: Setup) -> tuple[Any, ...]:
         """Key for reports: of layouts with equal keys only the best is shown. Of equally fast ones
         that with the usual values is preferred, then that with the least; see place."""
-        names = () if self.settings is None else leaves(self.settings)
-        return tuple(getattr(setup, name) for name in names)
+        if self.settings is None:
+            return ()
+        return tuple(flat(getattr(setup.parallel.more, self.name)).values())
 
     def text(self, setup: Setup) -> str:
         """Its part of a layout's name, such as "tp 2"; "" if it is off."""

@@ -398,11 +398,11 @@ class Gridded(Axis):
 
     def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
         """Activations along the row, weights along the column."""
-        if setup.tp_grid is None:
+        if setup.mesh.tp_grid is None:
             return
         shape, c, r, n_micro = workload.shape, setup.tp, setup.rows, setup.grad_accum_steps
         n, width, item = setup.tokens_of_rank(workload), shape.n_embd, setup.weight_bytes
-        layers, full = shape.n_layer, setup.activation_checkpointing == "full"
+        layers, full = shape.n_layer, setup.recompute.activation_checkpointing == "full"
         passes, forwards = n_micro * layers, 2 if full else 1
         parts, sizes, split = block_parts(shape), widths(shape, c), split_products(shape)
         columns, steps = sum(by_columns for _, by_columns in split), 2 * n_micro
@@ -419,7 +419,7 @@ class Gridded(Axis):
         yield row(
             "reduce_scatter", passes * ((len(split) - columns) * forwards + columns) + 2 * n_micro
         )
-        norms = forwards + 1 + (setup.activation_checkpointing == "selective")
+        norms = forwards + 1 + (setup.recompute.activation_checkpointing == "selective")
         many = sum(part.op == "layer_norm" for part in parts)
         yield row("all_gather", many * passes * norms + 2 * n_micro, 2 * wide * n * c)
         chunks = -(-n // default_chunk_rows(n, width, sizes["V"], setup.device_type))
@@ -471,7 +471,8 @@ class Gridded(Axis):
     def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
         """Grids of at least two rows and columns; the ranks of a row share a node."""
         yield setup
-        if setup.tp_grid is not None or setup.pp > 1 or setup.offload is not None:
+        mesh = setup.mesh
+        if mesh.tp_grid is not None or mesh.pp > 1 or setup.parallel.offload.what is not None:
             return
         if not workload.shape.is_gpt2:
             return
@@ -482,10 +483,10 @@ class Gridded(Axis):
                     yield setup.change(tp_grid=f"{rows}x{columns}")
 
     def compared(self, setup: Setup) -> tuple[Any, ...]:
-        return (setup.tp_grid,)
+        return (setup.mesh.tp_grid,)
 
     def text(self, setup: Setup) -> str:
-        return "" if setup.tp_grid is None else f"grid {setup.tp_grid}"
+        return "" if setup.mesh.tp_grid is None else f"grid {setup.mesh.tp_grid}"
 
     def check(self, command: Any, workload: Workload) -> None:
         """Refuse grids that the trainer or the search does not support, or with wrong sizes."""

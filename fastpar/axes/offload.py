@@ -63,12 +63,12 @@ IN_FLIGHT = 3  # buckets whose gradients may be in flight to the host
 
 def can_offload(setup: Setup) -> bool:
     """Whether device and optimizer support offload."""
-    return setup.device_type == "cuda" and setup.optimizer == "adamw"
+    return setup.device_type == "cuda" and setup.optim.optimizer == "adamw"
 
 
 def going_down(setup: Setup, buckets: Any) -> float:
     """Bytes of reduced gradients in flight to the host; those of earlier micro-batches stay."""
-    if setup.offload is None:
+    if setup.parallel.offload.what is None:
         return 0.0
     whole = buckets.grad_bytes * buckets.elements / setup.n_shards
     if setup.grad_accum_steps > 1 and setup.accumulate == "shard":
@@ -111,10 +111,11 @@ class Offloaded(Axis):
 
     def states(self, setup: Setup, buckets: Any, found: dict[str, float]) -> None:
         """On the host: state, gradients if the stage frees them, parameters if requested."""
-        if setup.offload is not None:
-            found["optimizer"] = min(found["optimizer"], setup.offload_keep_mb * 2**20)
+        offload = setup.parallel.offload
+        if offload.what is not None:
+            found["optimizer"] = min(found["optimizer"], offload.keep_mb * 2**20)
             found["gradients"] *= setup.stage < 2
-            found["parameters"] *= setup.offload != "parameters"
+            found["parameters"] *= offload.what != "parameters"
 
     def describe(self, shards: Any) -> Iterable[str]:
         return [f"offload: {shards.storage.describe()}"] if shards.storage.steps_later else ()
@@ -124,14 +125,15 @@ class Offloaded(Axis):
             yield setup.change(offload=what)
 
     def compared(self, setup: Setup) -> tuple[Any, ...]:
-        return (setup.offload,)
+        return (setup.parallel.offload.what,)
 
     def note(self, setup: Setup) -> str:
-        return "" if setup.offload is None else f"{setup.offload} on the host"
+        what = setup.parallel.offload.what
+        return "" if what is None else f"{what} on the host"
 
     def host_bytes(self, workload: Workload, setup: Setup) -> float:
         """State, and pinned memory for the bus."""
-        if setup.offload is None:
+        if setup.parallel.offload.what is None:
             return 0.0
         each = setup.state_bytes + setup.weight_bytes + setup.grad_bytes
         return stepped_elements(workload, setup) * each
@@ -497,7 +499,7 @@ class Host(NamedTuple):
 
 def stepped_elements(workload: Workload, setup: Setup) -> float:
     """Elements that this rank's host steps."""
-    kept = setup.offload_keep_mb * 2**20 / state_bytes(setup.weight_bytes)
+    kept = setup.parallel.offload.keep_mb * 2**20 / state_bytes(setup.weight_bytes)
     return max(0.0, sum(buckets_of(workload, setup).units) / setup.n_shards - kept)
 
 
@@ -517,7 +519,7 @@ def waiting_s(
     down_s, up_s = elements * setup.grad_bytes / bus, elements * setup.weight_bytes / bus
     stepping_s = max(elements * touched / host.bytes_per_s, up_s)
     waits = max(0.0, down_s - backward_s) + max(0.0, stepping_s - forward_s)
-    if setup.offload == "parameters":  # gathers of forward and backward read the host's shards
+    if setup.parallel.offload.what == "parameters":  # forward and backward gather the host's shards
         again = max(0.0, up_s - forward_s) + max(0.0, up_s - backward_s)
         waits += again * setup.grad_accum_steps
     return waits

@@ -31,12 +31,12 @@ def code_bytes(setup: Setup) -> tuple[float, float]:
     gradients = setup.grad_bytes + 2 * setup.wire_bytes + 8  # decoded, then summed
     sent = gathered_bytes(setup)
     weights = (2 * setup.weight_bytes + 2 * sent) * (sent < setup.weight_bytes)
-    return (gradients if setup.wire_gradients in FORMATS else 0.0), weights
+    return (gradients if setup.parallel.wires.gradients in FORMATS else 0.0), weights
 
 
 def message_bytes(setup: Setup) -> float:
     """Bytes per element of a bucket in flight, besides the gradient: messages, decoded ones."""
-    if setup.data == 1 and setup.offload is None:
+    if setup.data == 1 and setup.parallel.offload.what is None:
         return 0.0
     if code_bytes(setup)[0]:
         return 2 * setup.wire_bytes + 4

@@ -313,7 +313,7 @@ def _control_waits(m: Measured) -> Iterator[str]:
 
 
 def _tp_waits(m: Measured) -> Iterator[str]:
-    tp, cp = m.setup.tp, m.setup.cp
+    tp, cp = m.setup.tp, m.setup.mesh.cp
     heads = m.workload.shape.heads_of_rank(tp) if m.setup.by_keys else 0
     if cp > 1 and heads and heads % cp == 0:
         yield f"context-parallel exchanges: --cp-method heads sends {4 / (3 * cp):.0%} as much."
@@ -327,10 +327,10 @@ def _tp_waits(m: Measured) -> Iterator[str]:
 
 def _gather_waits(m: Measured) -> Iterator[str]:
     setup = m.setup
-    if setup.zero_stage == 3:
+    if setup.parallel.zero_stage == 3:
         whole = m.workload.n_parameters / setup.tp * setup.weight_bytes * (1 - 1 / setup.data) / 1e6
         yield f"gathered weights: --zero 2 keeps them whole, for {whole:,.0f} MB more a rank."
-    elif setup.zero_stage:
+    elif setup.parallel.zero_stage:
         yield (
             "updated weights: --zero 0 keeps the whole optimizer state on every rank; or a larger "
             "--batch-size gives more computation to overlap with."
@@ -359,9 +359,9 @@ def _reduce_waits(m: Measured) -> Iterator[str]:
 
 def _stage_waits(m: Measured) -> Iterator[str]:
     setup, rows = m.setup, m.setup.micro_batch_size
-    if setup.grad_accum_steps < 4 * setup.pp and rows > 1:
+    if setup.grad_accum_steps < 4 * setup.mesh.pp and rows > 1:
         change = f"--micro-batch-size {rows // 2} gives more, smaller micro-batches"
-    elif setup.schedule != "interleaved":
+    elif setup.parallel.pipeline.schedule != "interleaved":
         change = "--schedule interleaved runs two stages per rank and waits less"
     else:
         change = "a larger --batch-size gives more micro-batches; --pp-split moves layers"
@@ -379,12 +379,13 @@ def _update(m: Measured) -> Iterator[str]:
     setup, share = m.setup, m.phase(OPTIMIZER).ms / max(m.step_ms, 1e-9)
     if share >= UPDATE_SHARE:
         change = "a larger --batch-size with --grad-accum-steps updates less often"
-        if setup.data > 1 and setup.zero_stage == 0 and setup.optimizer == "adamw":
+        optim = setup.optim
+        if setup.data > 1 and setup.parallel.zero_stage == 0 and optim.optimizer == "adamw":
             change = f"--zero 1 shards the update over {setup.data} ranks"
-        elif (setup.moment_dtype, setup.optimizer, setup.device_type) == ("fp32", "adamw", "cuda"):
+        elif (optim.moment_dtype, optim.optimizer, setup.device_type) == ("fp32", "adamw", "cuda"):
             change = "--moment-dtype bf16 halves the bytes of the moments"
         yield f"The optimizer takes {percent(share)} of the step: {change}."
-    mode = setup.activation_checkpointing
+    mode = setup.recompute.activation_checkpointing
     if mode != "none":
         less = f"{'selective' if mode == 'full' else 'none'} recomputes less, if memory allows"
         yield f"Blocks are recomputed in backward (--activation-checkpointing {mode}): {less}."

@@ -374,7 +374,8 @@ class _Table(Table):
     """The table of a rank of a FolderModel."""
 
     def __init__(self, model: FolderModel, setup: Setup, sizes: Sizes) -> None:
-        self.setup, self.own, full = setup, sizes.own, setup.activation_checkpointing == "full"
+        self.setup, self.own = setup, sizes.own
+        full = setup.recompute.activation_checkpointing == "full"
         tables = [m.weight for m in model.model.modules() if isinstance(m, nn.Embedding)]
         rows, width = max((p.shape for p in tables), key=lambda shape: shape[0] * shape[1])
         self.table, self.residual = (rows, width), 0.0
@@ -525,7 +526,9 @@ def make_fits(command: Any, template: Setup, per_node: int, limit_bytes: float) 
     fits, left_out = fits_of(
         model, template, batch=batch, length=length, per_node=per_node, limit_bytes=limit_bytes
     )
-    fits.sort(key=lambda fit: (not fit.fits, fit.setup.tp, _has_full(fit), fit.setup.zero_stage))
+    fits.sort(
+        key=lambda fit: (not fit.fits, fit.setup.tp, _has_full(fit), fit.setup.parallel.zero_stage)
+    )
     n = sum(p.numel() for p in model.parameters())
     plan = {} if model.config.model_type == "gpt2" else _plan_of(model)
     short = {k: type(_STYLES[how]).__name__.lower() for k, how in plan.items() if how in _STYLES}
@@ -533,7 +536,7 @@ def make_fits(command: Any, template: Setup, per_node: int, limit_bytes: float) 
 
 
 def _has_full(fit: Fit) -> bool:
-    return fit.setup.activation_checkpointing == "full"
+    return fit.setup.recompute.activation_checkpointing == "full"
 
 
 @dataclass(frozen=True)
@@ -560,7 +563,7 @@ class FolderPlan:
         rows = [("layout", "micro-batch", "recompute", "peak", "")]
         for fit in self.fits:
             s, fits = fit.setup, "fits" if fit.fits else "does not fit"
-            mode = s.activation_checkpointing
+            mode = s.recompute.activation_checkpointing
             micro = f"{s.micro_batch_size} x {s.grad_accum_steps}"
             rows.append((layout_text(s), micro, mode, size_text(fit.memory.total), fits))
         widths = [max(map(len, column)) for column in zip(*rows)]
@@ -573,7 +576,8 @@ class FolderPlan:
         plan = ", tp_plan=plan" if s.tp > 1 and self.tp_plan else ""
         if plan:
             found += ["plan = {", *(f'    "{k}": "{v}",' for k, v in self.tp_plan.items()), "}"]
-        found.append(f"fastpar.parallelize(model, {mesh}, zero_stage={s.zero_stage}{plan})")
+        stage = s.parallel.zero_stage
+        found.append(f"fastpar.parallelize(model, {mesh}, zero_stage={stage}{plan})")
         return found
 
     def rows(self) -> list[dict[str, Any]]:

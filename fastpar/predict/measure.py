@@ -36,7 +36,7 @@ class ShortRun:
     """The model of a workload, set up on the ranks, and steps of it.
 
     Args:
-        mesh: with setup.world_size ranks, setup.tp and setup.pp.
+        mesh: with setup.world_size ranks, setup.tp and setup.mesh.pp.
     Ranks: all.
     """
 
@@ -133,9 +133,9 @@ def measure(
 
 def mesh_of(setup: Setup, device: torch.device | str) -> Mesh:
     """The mesh of a layout. Ranks: all."""
-    if setup.tp_grid is not None:
-        return Mesh(tp_grid=parse_grid(setup.tp_grid), device=device)
-    return Mesh(tp=setup.tp, cp=setup.cp, pp=setup.pp, ep=setup.ep, device=device)
+    if setup.mesh.tp_grid is not None:
+        return Mesh(tp_grid=parse_grid(setup.mesh.tp_grid), device=device)
+    return Mesh(tp=setup.tp, cp=setup.mesh.cp, pp=setup.mesh.pp, ep=setup.mesh.ep, device=device)
 
 
 def _turn(rank: Rank, workload: Workload, setup: Setup) -> list[float]:

@@ -130,11 +130,11 @@ def states_of(shape: GPTConfig | None, setup: Setup, buckets: GPTBuckets) -> Mem
     # Padding has no state. A rank can have slightly more than its share of the state.
     elements = buckets.share(n)
     state = setup.state_bytes * elements
-    if setup.optimizer == "adamw" and setup.moment_dtype == "int8":
+    if setup.optim.optimizer == "adamw" and setup.optim.moment_dtype == "int8":
         state += 2 * 4 / _MOMENT_BLOCK * elements
-    if setup.optimizer == "adafactor":  # means of rows and columns
+    if setup.optim.optimizer == "adafactor":  # means of rows and columns
         state += 4 * sum(map(sum, buckets.matrices)) * elements / buckets.elements
-    if setup.optimizer == "muon":  # one momentum, not two moments
+    if setup.optim.optimizer == "muon":  # one momentum, not two moments
         assert shape is not None
         for found in matrices_of(shape, buckets, setup):
             state -= 4 * found.held
@@ -199,7 +199,7 @@ class Table:
     of_loss: tuple[float, float]
 
     def __init__(self, workload: Workload, setup: Setup) -> None:
-        shape, tp, grid = workload.shape, setup.tp, setup.tp_grid is not None
+        shape, tp, grid = workload.shape, setup.tp, setup.mesh.tp_grid is not None
         self.shape, self.setup, self.tied = shape, setup, shape.tied
         on_gpu, item = setup.device_type == "cuda", setup.weight_bytes
         n = self.n = setup.tokens_of_rank(workload)
@@ -218,10 +218,11 @@ class Table:
             **{"H": row * shape.hidden / tp, "2H": 2 * row * shape.hidden / tp},
             "R": row * shape.n_embd,
         }
-        self.letters = widths(shape, tp, setup.ep)
+        self.letters = widths(shape, tp, setup.mesh.ep)
         rows = self.letters["V"]
         self.table = rows, shape.n_embd
-        self.batch = 16.0 * n * setup.cp * setup.rows * setup.depth  # a grid's rank has all of it
+        # A grid's rank has all of it.
+        self.batch = 16.0 * n * setup.mesh.cp * setup.rows * setup.depth
         self.residual = self.own * (2 if shape.dropout else 1)  # of x and delta
         # Whether a product of dweight is rounded before it is added in fp32.
         rounds = item == 2 and not on_gpu and not has_bf16_gemm
@@ -237,9 +238,10 @@ class Table:
         self.blocks: Sequence[Block] = (dense, sparse)
 
     def _keeps(self, part: Part) -> float:
-        if part.keeps and part.name in products(self.setup.fp8):  # 8-bit codes, and their scales
+        system = self.setup.flags.system
+        if part.keeps and part.name in products(system.fp8):  # 8-bit codes, and their scales
             k = self.letters[part.into]
-            scales = {"row": 1, "block": -(-k // BLOCK), "tensor": 0}[self.setup.fp8_scaling]
+            scales = {"row": 1, "block": -(-k // BLOCK), "tensor": 0}[system.fp8_scaling]
             return self.n * (k + 4 * scales)
         return sum(self.sizes[letter] for letter in part.keeps)
 
@@ -255,17 +257,18 @@ class Table:
 
     def _numel(self, part: Part) -> int:
         s = self.setup
-        shapes = shapes_of([part], self.shape, s.tp, s.rows * (s.tp_grid is not None), s.ep)
+        rows = s.rows * (s.mesh.tp_grid is not None)
+        shapes = shapes_of([part], self.shape, s.tp, rows, s.mesh.ep)
         return sum(map(math.prod, shapes))
 
     def _block(self, *, experts: bool) -> Block:
         parts, sizes = block_parts(self.shape, experts=experts), self.sizes
-        mode = self.setup.activation_checkpointing
+        mode = self.setup.recompute.activation_checkpointing
         steps = [Step(self._keeps(p), self._needs(p), self._numel(p)) for p in parts]
         everything, rows = sum(step.frees for step in steps), sizes["R"] * experts
         if mode == "none":
             return Block(everything, 0.0, tuple(steps), 0.0)
-        travel = self.setup.ep > 1
+        travel = self.setup.mesh.ep > 1
         if mode == "full":
             last = self.own * (1 + self.split) + self.whole + rows * (1 + travel)
             return Block(2 * self.own, everything, tuple(steps), last)
@@ -317,14 +320,14 @@ class Moment(NamedTuple):
 
 def _kept(table: Table, layers: Sequence[int]) -> float:
     """Kept by these blocks; of offloaded inputs: of the block in backward, the next, the last."""
-    layers = layers[-3:] if table.setup.offload_activations else layers
+    layers = layers[-3:] if table.setup.recompute.offload_activations else layers
     kept = sum(table.blocks[kind].kept for kind in layers)
-    return kept - table.own * (table.setup.activation_checkpointing == "full")
+    return kept - table.own * (table.setup.recompute.activation_checkpointing == "full")
 
 
 def _others(table: Table, parts: RankParts, now: Held) -> float:
     """What a pipeline keeps of other micro-batches and chunks; see [Note: a pipeline's rank]."""
-    if table.setup.pp == 1:
+    if table.setup.mesh.pp == 1:
         return 0.0
     kept, last = 0.0, len(parts.layers) - 1
     for chunk, (n, layers) in enumerate(zip(now.held, parts.layers)):
@@ -381,9 +384,9 @@ def moments(table: Table, parts: RankParts, held: Held, buckets: GPTBuckets) -> 
 
 def _update_bytes(workload: Workload, setup: Setup, buckets: GPTBuckets) -> float:
     """Temporary memory of the optimizer's step; AdamW's needs none."""
-    if setup.optimizer == "adafactor":
+    if setup.optim.optimizer == "adafactor":
         return _adafactor_scratch(setup, buckets)
-    if setup.optimizer == "muon":
+    if setup.optim.optimizer == "muon":
         found = matrices_of(workload.shape, buckets, setup)
         room = product_bytes(setup) * max(matrices.room for matrices in found)
         if setup.device_type == "cuda":  # values and products in fp32 and 16 bits
@@ -409,8 +412,8 @@ def predict_memory(workload: Workload, setup: Setup, stage: int | None = None) -
 
 def _stages(workload: Workload, setup: Setup) -> Iterator[tuple[RankParts, list[Held]]]:
     """Each pipeline rank's parts, and what it holds."""
-    what = setup.schedule, setup.pp, setup.grad_accum_steps, setup.chunks
-    moments = held_of(*what) if setup.pp > 1 else [[Held(0, (1,))]]
+    what = setup.parallel.pipeline.schedule, setup.mesh.pp, setup.grad_accum_steps, setup.chunks
+    moments = held_of(*what) if setup.mesh.pp > 1 else [[Held(0, (1,))]]
     yield from zip(parts_of(workload, setup), moments)
 
 
@@ -421,7 +424,7 @@ def activations_on_host(workload: Workload, setup: Setup) -> int:
     on the device (nn/recompute.py).
     """
     most = 0.0
-    for parts, several in _stages(workload, setup) if setup.offload_activations else ():
+    for parts, several in _stages(workload, setup) if setup.recompute.offload_activations else ():
         for held in several:
             layers = zip(held.held, parts.layers)
             inputs = sum(n * (2 * len(blocks) - 1) for n, blocks in layers if blocks) - 1

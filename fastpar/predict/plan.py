@@ -401,7 +401,7 @@ def report(plan: Plan) -> str:
 
 
 def _recompute(setup: Setup) -> str:
-    mode = setup.activation_checkpointing
+    mode = setup.recompute.activation_checkpointing
     return "no recomputation" if mode == "none" else f"{mode} recomputation"
 
 
@@ -412,13 +412,13 @@ def _row(plan: Plan, estimate: Estimate) -> list[str]:
     return [
         layout_text(setup),
         f"{setup.micro_batch_size} x {setup.grad_accum_steps}",
-        setup.activation_checkpointing,
+        setup.recompute.activation_checkpointing,
         size_text(estimate.memory.total),
         number_text(time.step_s * 1e3, 4),
         f"{time.tokens_per_s:,.0f}",
         f"{time.mfu:.1%}",
         number_text(time.exposed_s * 1e3) * bool(time.parts),
-        f"{time.bubble_s / time.step_s:.1%}" if setup.pp > 1 and time.parts else "",
+        f"{time.bubble_s / time.step_s:.1%}" if setup.mesh.pp > 1 and time.parts else "",
         f"{cost:,.2f}",
     ]
 
@@ -513,20 +513,20 @@ def check_fp8(workload: Workload, setup: Setup, rates: DatasheetRates, device: s
         ValueError: a device without fp8 products, or without known rates for them; a layout that
             gains less than LEAST_GAIN.
     """
-    if setup.fp8 == "none":
+    layers = setup.flags.system.fp8
+    if layers == "none":
         return
     if not rates.has_fp8:
         raise ValueError(
             "plan: expected a GPU with fp8 products (l40s, h100, b200) and dtype=bf16 for "
-            f"fp8={setup.fp8}, got gpu={device} dtype={setup.dtype}; drop --fp8, or choose another "
-            "--gpu"
+            f"fp8={layers}, got gpu={device} dtype={setup.dtype}; drop --fp8, or change --gpu"
         )
     plain = setup.change(fp8="none")
     step_s = predict_step(workload, plain, rates).step_s
-    gain_s = saved_s(workload, plain, rates, setup.fp8)
+    gain_s = saved_s(workload, plain, rates, layers)
     if gain_s < LEAST_GAIN * step_s:
         raise ValueError(
-            f"plan: expected fp8 to save at least {LEAST_GAIN:.0%} of a step, got fp8={setup.fp8} "
+            f"plan: expected fp8 to save at least {LEAST_GAIN:.0%} of a step, got fp8={layers} "
             f"with n_embd={workload.shape.n_embd}: {number_text(gain_s * 1e3)} of "
             f"{number_text(step_s * 1e3, 4)} ms, {gain_s / step_s:.1%} (products minus casts); "
             "drop --fp8, which pays in wider models"

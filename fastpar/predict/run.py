@@ -76,7 +76,7 @@ def check_building(shape: GPTConfig, *, limit_bytes: int, sharing: int) -> None:
 
 def what_would_hold(shape: GPTConfig, setup: Setup, mine: int) -> str:
     """The smallest change after which a rank's states fit into its memory, in words."""
-    for stage in range(setup.zero_stage + 1, 4):
+    for stage in range(setup.parallel.zero_stage + 1, 4):
         size = sum(bytes_per_rank(shape, setup.change(zero_stage=stage)).values())
         if size <= mine:
             return f"use --zero {stage} ({format_bytes(size)} a rank), or a smaller model"

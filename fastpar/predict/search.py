@@ -56,7 +56,7 @@ class Estimate:
         for axis in sorted(every(), key=lambda axis: -axis.place):
             for value, usual in zip(axis.compared(self.setup), axis.compared(Setup())):
                 found += [value != usual, value if isinstance(value, int) else 0]
-        mode = CHECKPOINTING.index(self.setup.activation_checkpointing)
+        mode = CHECKPOINTING.index(self.setup.recompute.activation_checkpointing)
         return *found, mode, self.rank
 
 
@@ -74,12 +74,13 @@ def layouts(
         fixed: settings that all layouts take from the template.
     """
     found, axes = [template], sorted(every(), key=lambda axis: -axis.place)
+    kept = {(name, value) for name, value in template.in_effect().items() if name in fixed}
     for axis in axes:
         found = [
             setup
             for given in found
             for setup in axis.candidates(workload, given, per_node)
-            if all(getattr(setup, name) == getattr(template, name) for name in fixed)
+            if kept <= setup.in_effect().items()
         ]
     for setup in found:
         sharing = setup.dp * setup.rows * setup.depth
@@ -91,14 +92,15 @@ def layouts(
 def is_last_resort(setup: Setup) -> bool:
     """Whether a layout is tried only if no other fits: state on the host, and stages 2 and 3 of a
     pipeline, which reduce the gradients of each micro-batch."""
-    return setup.offload is not None or (setup.pp > 1 and setup.zero_stage > 1)
+    layout = setup.parallel
+    return layout.offload.what is not None or (setup.mesh.pp > 1 and layout.zero_stage > 1)
 
 
 def micro_batches(workload: Workload, setup: Setup) -> Iterator[Setup]:
     """The layout with every micro-batch that its ranks can divide, the smallest first."""
     rows, sharing = workload.batch_size // setup.dp, setup.rows * setup.depth
     for micro in divisors(rows):
-        most = MAX_MICRO_BATCH_TOKENS * setup.cp * sharing
+        most = MAX_MICRO_BATCH_TOKENS * setup.mesh.cp * sharing
         if micro > sharing and micro * workload.seq_len > most:
             break
         if micro % sharing == 0:
@@ -164,10 +166,10 @@ def try_in_order(
     found: dict[Any, Estimate] = {}
     fastest_s = float("inf")
     for time, setup in sorted(bounds, key=lambda pair: pair[0].step_s):
-        piped = setup.pp > 1
+        piped = setup.mesh.pp > 1
         if piped and time.step_s > SHOWN * fastest_s:
             continue
-        key = family_of(setup), None if piped else setup.activation_checkpointing
+        key = family_of(setup), None if piped else setup.recompute.activation_checkpointing
         known = found.get(key)
         if known is not None and known.step_s <= time.step_s:
             continue
@@ -215,8 +217,8 @@ def why_not(loser: Estimate, winner: Estimate, limit_bytes: float) -> str:
 
 def refused(workload: Workload, setup: Setup) -> str | None:
     """Why the runtime would refuse a layout; None: it accepts it."""
-    if setup.shard_size is not None and setup.data % setup.shard_size:
-        return f"shard_size={setup.shard_size} does not divide dp={setup.data}"
+    if setup.parallel.shard_size is not None and setup.data % setup.parallel.shard_size:
+        return f"shard_size={setup.parallel.shard_size} does not divide dp={setup.data}"
     try:
         setup.config(workload)
     except ValueError as error:
@@ -244,7 +246,7 @@ def smallest_changes(
         first = (
             next(micro_batches(workload, way), way)
             for way in layouts(workload, full, per_node)
-            if way.pp == 1
+            if way.mesh.pp == 1
         )
         sizes = ((predict_memory(workload, setup).total, setup) for setup in first)
         return min(sizes, key=lambda found: found[0], default=(float("inf"), full))
@@ -257,7 +259,7 @@ def smallest_changes(
                 ways.append(flags)
                 break
 
-    if template.optimizer != "adamw":  # whose state may be on the host
+    if template.optim.optimizer != "adamw":  # whose state may be on the host
         add_first([("--optimizer adamw", workload, template.change(optimizer="adamw"), per_node)])
     inputs = template.change(offload_activations=template.device_type == "cuda")
     on_host = format_bytes(host_bytes(workload, smallest(workload, inputs, per_node)[1]))

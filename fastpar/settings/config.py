@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from fastpar.settings.mesh import ranks_of_samples
 from fastpar.settings.model import GPTConfig
@@ -90,10 +90,9 @@ class TrainConfig(TrainFlags):
         return usual_warmup(self.run.max_steps) if given is None else given
 
     @property
-    def accumulate(self) -> str:
+    def accumulate(self) -> Literal["shard", "full"]:
         """When gradients are reduced: each micro-batch ("shard") or once per step ("full")."""
-        auto = "full" if self.parallel.zero_stage < 2 else "shard"
-        return self.parallel.accumulate or auto
+        return self.parallel.accumulate or ("full" if self.parallel.zero_stage < 2 else "shard")
 
 
 def usual_warmup(steps: int) -> int:

@@ -256,7 +256,7 @@ def facts_of(setup: Setup, engine: Engine) -> dict[str, Any]:
         "dp": setup.dp,
         "device": torch.cuda.get_device_name() if setup.device_type == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
-        "block_size": setup.block_size,
+        "block_size": setup.flags.shape.block_size,
         "n_shards": engine.settings.n_shards,
         "storage": describe_storage(setup.flags.optim, DTYPES[setup.dtype]),
     }

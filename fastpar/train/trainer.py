@@ -233,7 +233,7 @@ class Trainer:
             transport=getattr(self.engine.control_group, "transport", "none"),
             zero_stage=self.engine.stage.number,
             accumulate=config.accumulate,
-            pp_split=stage_layers(model.config, self.setup) if self.setup.pp > 1 else None,
+            pp_split=stage_layers(model.config, self.setup) if self.setup.mesh.pp > 1 else None,
         )
         self._facts = start.facts_of(self.setup, self.engine)
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None

@@ -51,11 +51,11 @@ def measure(kind, s):
         pass
     left = alive_bytes()
     model, mesh, more = made(kind, s.dtype), Mesh(tp=s.tp, device="cpu"), {}
-    if s.activation_checkpointing == "full":
+    if s.recompute.activation_checkpointing == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if s.tp > 1 and kind != "gpt2":
         more = {"tp_plan": {name: SHORT.get(how, "head") for name, how in model.tp_plan.items()}}
-    parallelize(model, mesh, zero_stage=s.zero_stage, grad_dtype=torch.float32, **more)
+    parallelize(model, mesh, zero_stage=s.parallel.zero_stage, grad_dtype=torch.float32, **more)
     optimizer = AdamW(model.parameters(), lr=1e-4, master_weights=s.dtype == "bf16")
 
     def step():

@@ -98,7 +98,7 @@ def measure_first_rank(workload, setup):
     release_workspaces()
     make = partial(set_up.parallelize, debug=Debug(collectives=heard([])))
     alone = mock.patch.object(set_up, "parallelize", make)
-    grid = parse_grid(setup.tp_grid)
+    grid = parse_grid(setup.mesh.tp_grid)
     with alone, LoneMesh(setup.world_size, 0, tp_grid=grid) as mesh:
         run = ShortRun(workload, setup, mesh)
         run.step()

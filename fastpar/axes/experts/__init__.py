@@ -94,16 +94,16 @@ class Experts(Axis):
 
     def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
         """Rows to their experts and back, in forward and in backward, and their counts."""
-        if setup.ep == 1:
+        if setup.mesh.ep == 1:
             return
         shape, n_micro = workload.shape, setup.grad_accum_steps
         rows = setup.tokens_of_rank(workload) * shape.top_k
         n_bytes = float(rows * shape.n_embd * setup.weight_bytes)
-        layers = n_micro * shape.expert_layers / setup.pp
-        forwards = 2 if setup.activation_checkpointing == "full" else 1
+        layers = n_micro * shape.expert_layers / setup.mesh.pp
+        forwards = 2 if setup.recompute.activation_checkpointing == "full" else 1
         there_and_back, counts = 2 * (forwards + 1) * layers, 8.0 * shape.n_expert
-        yield CommOp("all_to_all", "ep", n_bytes, setup.ep, setup.tp, there_and_back, "")
-        yield CommOp("all_to_all", "ep", counts, setup.ep, setup.tp, forwards * layers, "")
+        yield CommOp("all_to_all", "ep", n_bytes, setup.mesh.ep, setup.tp, there_and_back, "")
+        yield CommOp("all_to_all", "ep", counts, setup.mesh.ep, setup.tp, forwards * layers, "")
 
     def header(self, known: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
         if not shape.n_expert:
@@ -129,13 +129,13 @@ class Experts(Axis):
             yield setup.change(ep=ep)
 
     def accepts(self, workload: Workload, setup: Setup) -> bool:
-        return setup.dp % setup.ep == 0
+        return setup.dp % setup.mesh.ep == 0
 
     def compared(self, setup: Setup) -> tuple[Any, ...]:
-        return (setup.ep,)
+        return (setup.mesh.ep,)
 
     def text(self, setup: Setup) -> str:
-        return f"ep {setup.ep}" * (setup.ep > 1)
+        return f"ep {setup.mesh.ep}" * (setup.mesh.ep > 1)
 
 
 def _share(mesh: Mesh, tensors: Sequence[Tensor]) -> None:
