@@ -54,7 +54,7 @@ class Making:
     Args:
         mesh: the user's. debug: engine.debug.Debug.
         planned: the tp plan of a model that does not define its split: a foreign.tp_plan.Planned.
-        tell_rows: connects a model with the ranks that split its rows; None: not possible.
+        connect_rows: connects a model with the ranks that split its rows; None: not possible.
         transport: of make_collectives, as requested.
     Attributes:
         make: collectives of a process group for a role; not before cut().
@@ -70,7 +70,7 @@ class Making:
     debug: Any
     tp_plan: Any
     planned: Callable[[], Any]
-    tell_rows: Callable[..., None] | None
+    connect_rows: Callable[..., None] | None
     transport: str
     make: Callable[[Any, str], Collectives] = field(init=False)
     declared: Any = None
@@ -184,7 +184,7 @@ class Axis:
         """Communication of a rank for this axis in an optimizer step."""
         return ()
 
-    def states(self, setup: Setup, buckets: Any, found: dict[str, float]) -> None:
+    def states(self, setup: Setup, buckets: Any, sizes: dict[str, float]) -> None:
         """Change the bytes of parameters, gradients and optimizer that stay on a rank.
 
         Args:
@@ -270,10 +270,10 @@ def register(axis: Axis) -> None:
 @functools.cache
 def every() -> tuple[Axis, ...]:
     """All axes, by `order`."""
-    names = sorted(found.name for found in pkgutil.iter_modules(__path__))
+    names = sorted(info.name for info in pkgutil.iter_modules(__path__))
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
-    own = [module.AXIS for module in modules if hasattr(module, "AXIS")]
-    return tuple(sorted([*own, *_registered], key=lambda axis: axis.order))
+    built_in = [module.AXIS for module in modules if hasattr(module, "AXIS")]
+    return tuple(sorted([*built_in, *_registered], key=lambda axis: axis.order))
 
 
 def engine_of_parameter(p: Tensor) -> Any:

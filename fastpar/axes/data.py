@@ -166,8 +166,8 @@ def buckets_of(workload: Workload, setup: Setup, parts: RankParts | None = None)
         table, experts = sizes["V"] / layer, 2 * sizes["S"] * sizes["H"] / layer - 2 / 3
 
         def weights(p: RankParts) -> float:
-            found = sum(map(len, p.layers)) + table * (p.first or p.last)
-            return found + experts * sum(map(sum, p.layers))
+            n_units = sum(map(len, p.layers)) + table * (p.first or p.last)
+            return n_units + experts * sum(map(sum, p.layers))
 
         several = parts_of(workload, setup)
         parts = max(several, key=weights) if len(several) > 1 else several[0]
@@ -263,15 +263,15 @@ class Data(Axis):
             engine.control.tally = scales
             scales.averaged = making.mesh.size("replicas", "dp", "cp")
 
-    def states(self, setup: Setup, buckets: GPTBuckets, found: dict[str, float]) -> None:
+    def states(self, setup: Setup, buckets: GPTBuckets, sizes: dict[str, float]) -> None:
         """Shards of the stage; a node's secondary shards."""
         n, stage = setup.n_shards, setup.stage
         whole, shard = buckets.padded(n), buckets.shard(n)
-        found["parameters"] = setup.weight_bytes * (shard if stage == 3 else whole)
+        sizes["parameters"] = setup.weight_bytes * (shard if stage == 3 else whole)
         wires = setup.parallel.wires
         if wires.secondary_shards and wires.node_size and n > wires.node_size:
-            found["parameters"] += setup.weight_bytes * whole / wires.node_size
-        found["gradients"] = setup.grad_bytes * (shard if stage >= 2 else whole)
+            sizes["parameters"] += setup.weight_bytes * whole / wires.node_size
+        sizes["gradients"] = setup.grad_bytes * (shard if stage >= 2 else whole)
 
     def ops(self, workload: Workload, setup: Setup) -> Iterator[Op]:
         """Copies of gradients into their buckets."""

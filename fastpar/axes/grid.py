@@ -271,9 +271,9 @@ def grid_norm_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [..., C/c] of x [..., C/c], mean and rstd of the whole rows; sums in the order of ranks."""
     grid, wide = grid_of(number), _wide(x)
-    n, mine = x.shape[-1], wide.mean(-1)
-    spread = (wide - mine[..., None]).square_().sum(-1)
-    means, spreads = grid.group.gathered(torch.stack([mine, spread])).unbind(1)
+    n, partial_mean = x.shape[-1], wide.mean(-1)
+    spread = (wide - partial_mean[..., None]).square_().sum(-1)
+    means, spreads = grid.group.gathered(torch.stack([partial_mean, spread])).unbind(1)
     mean = means.sum(0) / grid.size
     total = spreads.sum(0) + n * (means - mean).square().sum(0)
     rstd = (total / (n * grid.size) + eps).rsqrt()
@@ -288,8 +288,8 @@ def grid_norm_bwd(
     grid, wide_dy = grid_of(number), _wide(dy)
     normed = (_wide(x) - mean[..., None]).mul_(rstd[..., None])
     g = wide_dy * weight
-    mine = torch.stack([g.sum(-1), (g * normed).sum(-1)])
-    by_one, by_normed = grid.group.gathered(mine).sum(0)[..., None] / (x.shape[-1] * grid.size)
+    partial = torch.stack([g.sum(-1), (g * normed).sum(-1)])
+    by_one, by_normed = grid.group.gathered(partial).sum(0)[..., None] / (x.shape[-1] * grid.size)
     dweight, dbias = rows_of(wide_dy * normed).sum(0), rows_of(wide_dy).sum(0)
     dx = g.sub_(by_one).sub_(normed.mul_(by_normed)).mul_(rstd[..., None])
     return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
@@ -436,8 +436,8 @@ class Gridded(Axis):
             for some, n in ((parts, 1), (last_parts(shape), 1), (first_parts(shape)[1:], 2))
         )
         partial = sum(positions) + sum(ends) + layers * sum(vectors)
-        mine = partial * setup.grad_bytes / setup.n_shards
-        yield column("all_reduce", n_micro if setup.stage == 0 else 1, mine)
+        grad_bytes = partial * setup.grad_bytes / setup.n_shards
+        yield column("all_reduce", n_micro if setup.stage == 0 else 1, grad_bytes)
         yield CommOp("all_reduce", "tp", wide, r * setup.depth, c, n_micro, "")  # the loss
 
     def header(self, known: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
@@ -493,8 +493,8 @@ class Gridded(Axis):
         if command.tp_grid in (None, "none"):
             return
         names = ("optimizer", "moment_dtype", "fp8", "tp_grid", "n_expert")
-        given = {name: getattr(command, name) for name in names}
-        values = {**DEFAULTS, **given, "pp": command.pp or 1, **of_shape(workload.shape)}
+        sizes = {name: getattr(command, name) for name in names}
+        values = {**DEFAULTS, **sizes, "pp": command.pp or 1, **of_shape(workload.shape)}
         check("plan", values, ("tp_grid",))
         grid = parse_grid(command.tp_grid)
         assert grid is not None

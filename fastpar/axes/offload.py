@@ -109,13 +109,13 @@ class Offloaded(Axis):
             poison=debug.poison,
         )
 
-    def states(self, setup: Setup, buckets: Any, found: dict[str, float]) -> None:
+    def states(self, setup: Setup, buckets: Any, sizes: dict[str, float]) -> None:
         """On the host: state, gradients if the stage frees them, parameters if requested."""
         offload = setup.parallel.offload
         if offload.what is not None:
-            found["optimizer"] = min(found["optimizer"], offload.keep_mb * 2**20)
-            found["gradients"] *= setup.stage < 2
-            found["parameters"] *= offload.what != "parameters"
+            sizes["optimizer"] = min(sizes["optimizer"], offload.keep_mb * 2**20)
+            sizes["gradients"] *= setup.stage < 2
+            sizes["parameters"] *= offload.what != "parameters"
 
     def describe(self, shards: Any) -> Iterable[str]:
         return [f"offload: {shards.storage.describe()}"] if shards.storage.steps_later else ()
@@ -312,10 +312,10 @@ class Offload:
         """The bins of some of its gradients, on their present device."""
         each = bucket.all_pieces()
         pieces = [(each[i].grad, self._counts(bucket.params[i])) for i in positions]
-        found = [(grad, counts) for grad, counts in pieces if grad is not None and grad.numel()]
-        device = found[0][0].device if found else bucket.device
+        present = [(grad, counts) for grad, counts in pieces if grad is not None and grad.numel()]
+        device = present[0][0].device if present else bucket.device
         none = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)
-        return norm_bins([g for g, _ in found], counted=[c for _, c in found], out=none)
+        return norm_bins([g for g, _ in present], counted=[c for _, c in present], out=none)
 
     def norm_bins(self, params: Iterable[Tensor]) -> Tensor:
         """The bins of these parameters' gradients on this rank, on the device.
@@ -326,21 +326,21 @@ class Offload:
         params = set(params)
         total = torch.zeros(NORM_WORDS, dtype=torch.int64, device=self._device)
         for bucket in self._buckets:
-            mine = [i for i, p in enumerate(bucket.params) if p in params]
-            if not mine or (bucket.reduced is None and bucket.stage.shards):
+            indices = [i for i, p in enumerate(bucket.params) if p in params]
+            if not indices or (bucket.reduced is None and bucket.stage.shards):
                 continue
             bins = self._bins.get(bucket)
-            if bins is None or len(mine) < len(bucket.params):
+            if bins is None or len(indices) < len(bucket.params):
                 if bucket.stage.shards:
                     self._arrived(bucket)
-                bins = self._bins_of(bucket, mine)
+                bins = self._bins_of(bucket, indices)
             total += bins.to(self._device)
         return total
 
     # The step
 
     def step(
-        self, optimizer: Any, rows: list[Any], factor: Tensor | None, found: Tensor | None
+        self, optimizer: Any, rows: list[Any], factor: Tensor | None, found_inf: Tensor | None
     ) -> list[Any]:
         """Begin the host's step of its rows; returns the rows that the device steps.
 
@@ -356,7 +356,7 @@ class Offload:
             if not bucket.stage.shards:  # piece() refers to gradients on the device
                 row = row._replace(grad=bucket.slot_of(self.grads[bucket], position))
             of[bucket].append(row)
-        if found is not None and found.item() != 0:
+        if found_inf is not None and found_inf.item() != 0:
             for bucket in self.order:
                 self._arrived(bucket)
             return others
@@ -418,24 +418,24 @@ class Offload:
             self._stepping[bucket].wait()
             del self._stepping[bucket]
 
-    def gather(self, bucket: State, group: Collectives | None, own: Tensor) -> Handle:
+    def gather(self, bucket: State, group: Collectives | None, shard: Tensor) -> Handle:
         """Begin to make its parameters whole; await_weights() and the handle's wait() end it."""
         index = bucket.spec.index
-        if bucket.stage.frees_parameters and own is not bucket.stepped:
+        if bucket.stage.frees_parameters and shard is not bucket.stepped:
             self.await_weights(bucket)  # the target was allocated in the current stream
             assert group is not None
-            return started(group.all_gather(bucket.flat, own, async_op=True, tag=index))
+            return started(group.all_gather(bucket.flat, shard, async_op=True, tag=index))
         with self._waiting(offload=True):
             self._await_step(bucket)
         ups = self._ups.setdefault(bucket, [])
-        if own is bucket.stepped:
-            own = bucket.flat[bucket.own]
-            self._reads[bucket] = self._bus.up(own, bucket.stepped)
+        if shard is bucket.stepped:
+            shard = bucket.flat[bucket.own]
+            self._reads[bucket] = self._bus.up(shard, bucket.stepped)
             ups.append(self._reads[bucket])
         if group is None or group.world_size == 1:  # the rank's own shard is the whole
             return DONE
         with self._waiting(offload=True), self._bus.behind(ups):
-            return started(group.all_gather(bucket.flat, own, async_op=True, tag=index))
+            return started(group.all_gather(bucket.flat, shard, async_op=True, tag=index))
 
     def await_weights(self, bucket: State) -> None:
         """Make the current stream wait for the copy of its new weights."""

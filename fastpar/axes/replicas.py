@@ -112,8 +112,8 @@ class Outer:
     ) -> None:
         self._params = _params_of(optimizer)
         engines = {id(e): e for e in map(engine_of_parameter, self._params) if e is not None}
-        given = {"outer_every": every, "outer_lr": lr, "outer_momentum": momentum}
-        check("Outer", given)
+        values = {"outer_every": every, "outer_lr": lr, "outer_momentum": momentum}
+        check("Outer", values)
         if wire not in OF_GRADIENTS:
             raise ValueError(
                 f"Outer: expected wire to be one of {', '.join(OF_GRADIENTS)}, got wire={wire}; "
@@ -142,10 +142,10 @@ class Outer:
             mesh = self.engine.mesh
             settings = f"every={every} lr={lr} momentum={momentum} wire={wire} elements={n}"
             everyone = gather_objects(settings, mesh.outer_group)
-            replica, found, expected = first_difference([[each] for each in everyone])
+            replica, got, expected = first_difference([[each] for each in everyone])
             if replica >= 0:
                 raise ValueError(
-                    f"Outer: replicas differ: '{found}' on replica {replica}, '{expected}' on "
+                    f"Outer: replicas differ: '{got}' on replica {replica}, '{expected}' on "
                     "replica 0; start all with the same settings"
                 )
             self._group = TorchCollectives(
@@ -198,18 +198,18 @@ class Outer:
         weight.copy_(new)
         self._write(values, new)
 
-    def _mean(self, mine: Tensor, group: Collectives) -> Tensor:
+    def _mean(self, delta: Tensor, group: Collectives) -> Tensor:
         """The mean of the replicas' weights."""
         began = self._now()
         weight, form = self._flats[WEIGHT], self._form
-        x = (mine if form is None else mine - weight).to(group.device)
+        x = (delta if form is None else delta - weight).to(group.device)
         if form is not None:
             group = CompressedSums(group, form, Worker(group), key=(0, group.rank))
             group.calls = self.steps // self.every - 1
         self.sent_bytes += group.sent_bytes("all_reduce", x.nbytes, x.numel())
         with waiting("the exchange of replicas"):
             group.all_reduce(x, mean=True)
-        mean = x.to(mine.device)
+        mean = x.to(delta.device)
         if form is not None:
             mean += weight
         self.waited_s += self._now() - began
@@ -254,8 +254,8 @@ class Outer:
             entries = self.optimizer.state.get(p)
             if not entries:
                 continue
-            mine = {name: views[i] for name, views in flats.items()}
-            for name, view in {**mine, STEPS: self._steps}.items():
+            entry = {name: views[i] for name, views in flats.items()}
+            for name, view in {**entry, STEPS: self._steps}.items():
                 if name in entries and entries[name].data_ptr() != view.data_ptr():
                     view.copy_(entries[name])
                 entries[name] = view

@@ -49,10 +49,10 @@ class Wires(Axis):
     name = "wires"
     order = 70
 
-    def states(self, setup: Setup, buckets: GPTBuckets, found: dict[str, float]) -> None:
+    def states(self, setup: Setup, buckets: GPTBuckets, sizes: dict[str, float]) -> None:
         """A rank's own weights, kept besides the gathered ones."""
         if setup.stage in (1, 2) and code_bytes(setup)[1]:
-            found["parameters"] += setup.weight_bytes * buckets.shard(setup.n_shards)
+            sizes["parameters"] += setup.weight_bytes * buckets.shard(setup.n_shards)
 
     def plan(self, making: Making) -> None:
         """Refuse dtypes that formats do not support; choose a transport that does."""

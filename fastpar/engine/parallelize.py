@@ -30,7 +30,7 @@ from fastpar.engine.gathers import find_units, unit_of_parameters
 from fastpar.engine.shards import Shards, guard_state_dicts
 from fastpar.files.tensor_file import FLOATS
 from fastpar.foreign.patch import calls_of
-from fastpar.foreign.tp_plan import Plan, plan_for, tells_rows
+from fastpar.foreign.tp_plan import Plan, connects_rows, plan_for
 from fastpar.kernels import _C
 from fastpar.kernels.choice import ignore_times_for
 from fastpar.kernels.linear import depends_on_threads
@@ -168,9 +168,9 @@ def parallelize(
     _check_parameters(parameter_names(model), mesh.device, materialize is not None)
     _check_in_place_writers(model, mesh.dp_size)
     plan = options["tp_plan"]
-    planned, tell = functools.partial(plan_for, model, plan), tells_rows(model, given)
+    planned, rows = functools.partial(plan_for, model, plan), connects_rows(model, given)
     making = Making(
-        model, given, parallel, debug, plan, planned, tell, transport=parallel.transport
+        model, given, parallel, debug, plan, planned, rows, transport=parallel.transport
     )
     for axis in every():
         axis.plan(making)

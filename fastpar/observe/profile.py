@@ -174,8 +174,8 @@ def profile(trainer: Trained, options: argparse.Namespace) -> int:
     everyone = [steps]
     if mesh.world_size > 1:
         assert dist.group.WORLD is not None
-        mine = [[astuple(span) for span in step] for step in steps]
-        received = gather_objects(mine, dist.group.WORLD)
+        rows = [[astuple(span) for span in step] for step in steps]
+        received = gather_objects(rows, dist.group.WORLD)
         everyone = [[[Span(*span) for span in step] for step in theirs] for theirs in received]
     if mesh.is_main:
         print("\n".join(["", *report.lines()]))
@@ -183,11 +183,11 @@ def profile(trainer: Trained, options: argparse.Namespace) -> int:
         kind = "a profiled step" if on_gpu else "a step without the profiler"
         ranks = counted(len(everyone), "rank")
         lines = [report.about["run"], f"{kind}; {ranks}; {report.bound}-bound, see profile.json"]
-        step, found = _median_step(steps), {}
+        step, bubble = _median_step(steps), {}
         panels = {name: everyone[r][step] for name, r in _lanes(trainer, len(everyone)).items()}
         if piped:
             waits = [waited_for_stages(spans) for spans in panels.values()]
-            found = {"bubble": sum(waits) / len(waits), "bubble_of_ranks": waits}
+            bubble = {"bubble": sum(waits) / len(waits), "bubble_of_ranks": waits}
             lines.append(
                 "Bubble: stages wait for messages of other stages for "
                 f"{percent(sum(waits) / len(waits))} of the step (by rank: "
@@ -196,7 +196,7 @@ def profile(trainer: Trained, options: argparse.Namespace) -> int:
             print(f"\n{lines[-1]}")
         shown = dict(list(panels.items())[: 1 if on_gpu and not piped else _SHOWN_RANKS])
         draw_timeline(shown, lines, out / "timeline.png")
-        (out / "profile.json").write_text(json.dumps(report.as_json() | found, indent=1) + "\n")
+        (out / "profile.json").write_text(json.dumps(report.as_json() | bubble, indent=1) + "\n")
         print(f"\n{out}: {', '.join(sorted(p.name for p in out.iterdir()))}", flush=True)
     mesh.close()
     return 0
@@ -207,11 +207,11 @@ def _lanes(trainer: Trained, n_ranks: int) -> dict[str, int]:
     stages = trainer.engine.shards.stages
     if stages is None:
         return {f"rank {rank}": rank for rank in range(n_ranks)}
-    found, schedule = {}, stages.schedule
+    lanes, schedule = {}, stages.schedule
     for position, rank in enumerate(ranks_along(trainer.mesh.sizes, ["pp"])[0]):
-        own = [str(schedule.stage_of(position, chunk)) for chunk in range(schedule.chunks)]
-        found[f"rank {rank}, stage{'s' * (len(own) > 1)} {', '.join(own)}"] = rank
-    return found
+        stages_here = [str(schedule.stage_of(position, chunk)) for chunk in range(schedule.chunks)]
+        lanes[f"rank {rank}, stage{'s' * (len(stages_here) > 1)} {', '.join(stages_here)}"] = rank
+    return lanes
 
 
 def waited_for_stages(spans: Sequence[Span]) -> float:
@@ -334,12 +334,12 @@ def _trace(profiled: Any, out: Path | None) -> TraceTimes:
     with tempfile.TemporaryDirectory() as scratch:
         path = (out or Path(scratch)) / "trace.json"
         profiled.export_chrome_trace(str(path))
-        found = times_of(json.loads(path.read_text())["traceEvents"])
+        times = times_of(json.loads(path.read_text())["traceEvents"])
         if out is not None and path.stat().st_size > _COMPRESSED_FROM:
             with path.open("rb") as plain, gzip.open(f"{path}.gz", "wb", 5) as packed:
                 shutil.copyfileobj(plain, packed)
             path.unlink()
-    return found
+    return times
 
 
 def _fit_to_step(trace: TraceTimes, step_ms: float) -> list[Phase]:

@@ -116,11 +116,11 @@ class Measured:
     @property
     def shares(self) -> dict[str, float]:
         """compute, memory, communication, host, input -> fraction of the step."""
-        found = dict.fromkeys((*KINDS, INPUT), 0.0)
+        ms_of = dict.fromkeys((*KINDS, INPUT), 0.0)
         for phase in self.phases:
             for kind, ms in phase.parts.items():
-                found[INPUT if phase.name == INPUT else kind] += ms
-        return {kind: ms / max(self.step_ms, 1e-9) for kind, ms in found.items()}
+                ms_of[INPUT if phase.name == INPUT else kind] += ms
+        return {kind: ms / max(self.step_ms, 1e-9) for kind, ms in ms_of.items()}
 
     @property
     def bound(self) -> str:
@@ -145,21 +145,21 @@ class Measured:
 
 def _rate(parts: Iterable[tuple[float, float]]) -> float | None:
     """Work per ms of the (work, ms) parts that have both; None: none has."""
-    found = [part for part in parts if all(part)]
-    return sum(work for work, _ in found) / sum(ms for _, ms in found) if found else None
+    measured = [part for part in parts if all(part)]
+    return sum(work for work, _ in measured) / sum(ms for _, ms in measured) if measured else None
 
 
 def work_of(ops: Iterable[Op]) -> dict[str, dict[str, Any]]:
     """Phase -> flops of products and bytes of the rest, in a step of these operations."""
-    found = {phase: {"flops": 0.0, "bytes": 0.0} for phase in (FORWARD, BACKWARD, OPTIMIZER)}
+    sums = {phase: {"flops": 0.0, "bytes": 0.0} for phase in (FORWARD, BACKWARD, OPTIMIZER)}
     for op in ops:
         phase = FORWARD if op.direction == "forward" else BACKWARD
-        work = found[OPTIMIZER if op.name in UPDATES else phase]
+        work = sums[OPTIMIZER if op.name in UPDATES else phase]
         if op.name in PRODUCTS:
             work["flops"] += op.flops * op.count
         else:
             work["bytes"] += op.bytes * op.count
-    return found
+    return sums
 
 
 def fitted(phase: Phase, ms: float, waited_ms: float) -> Phase:
@@ -234,9 +234,9 @@ def verdict(measured: Measured) -> list[str]:
 
 def advise(measured: Measured) -> list[str]:
     """What to change, the most promising first; each names a flag."""
-    found = [text for rule in RULES for text in rule(measured)]
-    if found:
-        return found
+    advice = [text for rule in RULES for text in rule(measured)]
+    if advice:
+        return advice
     reached = percent(measured.of_matmul(measured.phases))
     products = f", products at {reached} of the ceiling" if reached else ""
     return [f"No rule applies: {measured.bound}-bound{products}."]

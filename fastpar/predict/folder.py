@@ -212,9 +212,9 @@ class FolderModel:
                 self._loss(ids)
             for hook in hooks:
                 hook.remove()
-            found = [_run_block(self.blocks[i], *calls[i][:2]) for i in firsts]
+            measured = [_run_block(self.blocks[i], *calls[i][:2]) for i in firsts]
             rest = self._run_rest(ids, calls)
-        kept, needs = zip(*found)
+        kept, needs = zip(*measured)
         return Sizes(length, kept, needs, *rest)
 
     def _loss(self, ids: Tensor) -> Tensor:
@@ -351,8 +351,8 @@ def _split(model: Any, pattern: str, style: Any, tp: int) -> None:
         elif isinstance(how, Column | Row | Vocab | Head):
             _shrink(module, name, tp, rows=isinstance(how, Row))
         if isinstance(how, Head):  # the logits of all ranks
-            own = module.forward
-            module.forward = lambda x, own=own: torch.cat([own(x)] * tp, -1)
+            forward = module.forward
+            module.forward = lambda x, forward=forward: torch.cat([forward(x)] * tp, -1)
 
 
 def _shrink(module: Any, name: str, tp: int, *, rows: bool) -> None:
@@ -361,10 +361,10 @@ def _shrink(module: Any, name: str, tp: int, *, rows: bool) -> None:
     for key, p in [*module.named_parameters(recurse=False)]:
         if p.dim() == 1 and rows:
             continue
-        at = int(rows != turned) if p.dim() > 1 else 0
-        if p.shape[at] % tp:
+        dim = int(rows != turned) if p.dim() > 1 else 0
+        if p.shape[dim] % tp:
             raise SplitError(f"tp={tp} does not divide '{name}.{key}', {list(p.shape)}")
-        part = p.detach().narrow(at, 0, p.shape[at] // tp)
+        part = p.detach().narrow(dim, 0, p.shape[dim] // tp)
         setattr(module, key, nn.Parameter(torch.empty_like(part), requires_grad=p.requires_grad))
     if turned and not rows:
         module.nf //= tp
@@ -439,8 +439,8 @@ def load(folder: str, dtype: str) -> Any:
 def longest(config: Any) -> int:
     """Tokens of a sequence that a model allows, at most LONGEST."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
-    known = (getattr(config, name, None) for name in names)
-    return min(LONGEST, next((n for n in known if isinstance(n, int) and n > 0), LONGEST))
+    lengths = (getattr(config, name, None) for name in names)
+    return min(LONGEST, next((n for n in lengths if isinstance(n, int) and n > 0), LONGEST))
 
 
 def fits_of(
@@ -452,7 +452,7 @@ def fits_of(
     Raises:
         ValueError: a batch that no layout divides; a model whose code needs values.
     """
-    found: list[Fit] = []
+    fits: list[Fit] = []
     left_out = dict[str, None]()
     whole = None
     for tp in divisors(per_node):
@@ -475,13 +475,13 @@ def fits_of(
             continue
         whole = whole or numel
         for stage, mode in itertools.product(range(4 if ranks > 1 else 1), ("none", "full")):
-            found.append(_largest(split, template, (tp, stage, mode), one, two, batch, limit_bytes))
-    if not found:
+            fits.append(_largest(split, template, (tp, stage, mode), one, two, batch, limit_bytes))
+    if not fits:
         raise ValueError(
             f"plan: expected batch_size as a multiple of the data-parallel ranks, got batch_size="
             f"{batch} with gpus={template.world_size}; use --batch-size {template.world_size}"
         )
-    return found, [*left_out]
+    return fits, [*left_out]
 
 
 def _largest(
@@ -554,7 +554,7 @@ class FolderPlan:
     def lines(self, limit_bytes: float) -> list[str]:
         """The report."""
         text = f"{self.batch} sequences of {self.length:,} tokens"
-        found = [
+        lines = [
             f"model    {self.kind}: {self.n_parameters:,} parameters",
             f"step     {text} (--batch-size, --block-size); times are not predicted",
             f"memory   {size_text(limit_bytes)} per rank for tensors",
@@ -567,18 +567,18 @@ class FolderPlan:
             micro = f"{s.micro_batch_size} x {s.grad_accum_steps}"
             rows.append((layout_text(s), micro, mode, size_text(fit.memory.total), fits))
         widths = [max(map(len, column)) for column in zip(*rows)]
-        found += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        found += [f"left out {why}" for why in self.left_out]
+        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines += [f"left out {why}" for why in self.left_out]
         best = self.fits[0]
-        found += ["", f"peak     {best.memory} on {layout_text(best.setup)}"]
+        lines += ["", f"peak     {best.memory} on {layout_text(best.setup)}"]
         s = best.setup
         mesh = f"fastpar.Mesh(tp={s.tp})" if s.tp > 1 else "fastpar.Mesh()"
         plan = ", tp_plan=plan" if s.tp > 1 and self.tp_plan else ""
         if plan:
-            found += ["plan = {", *(f'    "{k}": "{v}",' for k, v in self.tp_plan.items()), "}"]
+            lines += ["plan = {", *(f'    "{k}": "{v}",' for k, v in self.tp_plan.items()), "}"]
         stage = s.parallel.zero_stage
-        found.append(f"fastpar.parallelize(model, {mesh}, zero_stage={stage}{plan})")
-        return found
+        lines.append(f"fastpar.parallelize(model, {mesh}, zero_stage={stage}{plan})")
+        return lines
 
     def rows(self) -> list[dict[str, Any]]:
         """For JSON."""

@@ -120,15 +120,15 @@ def measure(
     Raises:
         RuntimeError: a rank died.
     """
-    ranks, found = setups[0].world_size, [list[float]() for _ in setups]
+    ranks, times_s = setups[0].world_size, [list[float]() for _ in setups]
     with Ranks(
         ranks, threads=threads_per_rank(threads, ranks), device=setups[0].device_type
     ) as pool:
         stop = time.monotonic() + seconds
-        while not found[-1] or time.monotonic() < stop:
-            for setup, times in zip(setups, found):
+        while not times_s[-1] or time.monotonic() < stop:
+            for setup, times in zip(setups, times_s):
                 times += slowest(pool.call(_turn, workload, setup))
-    return found
+    return times_s
 
 
 def mesh_of(setup: Setup, device: torch.device | str) -> Mesh:

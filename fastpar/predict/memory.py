@@ -136,8 +136,8 @@ def states_of(shape: GPTConfig | None, setup: Setup, buckets: GPTBuckets) -> Mem
         state += 4 * sum(map(sum, buckets.matrices)) * elements / buckets.elements
     if setup.optim.optimizer == "muon":  # one momentum, not two moments
         assert shape is not None
-        for found in matrices_of(shape, buckets, setup):
-            state -= 4 * found.held
+        for matrices in matrices_of(shape, buckets, setup):
+            state -= 4 * matrices.held
     sizes: dict[str, float] = {"optimizer": state}
     for axis in every():
         axis.states(setup, buckets, sizes)
@@ -387,10 +387,10 @@ def _update_bytes(workload: Workload, setup: Setup, buckets: GPTBuckets) -> floa
     if setup.optim.optimizer == "adafactor":
         return _adafactor_scratch(setup, buckets)
     if setup.optim.optimizer == "muon":
-        found = matrices_of(workload.shape, buckets, setup)
-        room = product_bytes(setup) * max(matrices.room for matrices in found)
+        owned = matrices_of(workload.shape, buckets, setup)
+        room = product_bytes(setup) * max(matrices.room for matrices in owned)
         if setup.device_type == "cuda":  # values and products in fp32 and 16 bits
-            room += 14.0 * max(min(TOGETHER, matrices.numel / matrices.n_dp) for matrices in found)
+            room += 14.0 * max(min(TOGETHER, matrices.numel / matrices.n_dp) for matrices in owned)
         return room
     return 0.0
 
@@ -406,8 +406,8 @@ def predict_memory(workload: Workload, setup: Setup, stage: int | None = None) -
     ranks = enumerate(_stages(workload, setup))
     cases = {(parts, a) for i, (parts, held) in ranks for a in held if stage in (None, i)}
     table = Table(workload, setup)
-    found = (_memory_of(workload, table, parts, held) for parts, held in cases)
-    return max(found, key=lambda memory: memory.total)
+    memories = (_memory_of(workload, table, parts, held) for parts, held in cases)
+    return max(memories, key=lambda memory: memory.total)
 
 
 def _stages(workload: Workload, setup: Setup) -> Iterator[tuple[RankParts, list[Held]]]:
@@ -518,18 +518,18 @@ def held_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> int:
     Do not use alive_bytes() in a process with other threads: it briefly references every object,
     and a tuple that a thread is building then fails to grow (SystemError).
     """
-    found = {}
+    storages = {}
     for state in optimizer.state.values():
         for x in state.values():
             if isinstance(x, torch.Tensor):
-                found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-    return sum(engine.memory().values()) + sum(found.values()) + workspace_bytes()
+                storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return sum(engine.memory().values()) + sum(storages.values()) + workspace_bytes()
 
 
 def alive_bytes() -> int:
     """Bytes of all tensors in this process's CPU memory, each storage once; see held_bytes()."""
     shared = shared_ranges()
-    found: dict[int, int] = {}
+    storages: dict[int, int] = {}
     for x in gc.get_objects():
         if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu":
             continue
@@ -538,9 +538,9 @@ def alive_bytes() -> int:
         storage = x.untyped_storage()
         start = storage.data_ptr()
         if storage.nbytes() and not any(a <= start < b for a, b in shared):
-            found[start] = storage.nbytes()
-    own = 0 if _C is None else torch.ops.fastpar._workspace_bytes()  # no tensors of Python
-    return sum(found.values()) + shared_bytes() + own
+            storages[start] = storage.nbytes()
+    workspace = 0 if _C is None else torch.ops.fastpar._workspace_bytes()  # no tensors of Python
+    return sum(storages.values()) + shared_bytes() + workspace
 
 
 # torch's older profiler: unlike the newer one it is local to a thread, so that ranks may be

@@ -52,12 +52,12 @@ class Estimate:
     @property
     def complexity(self) -> tuple[Any, ...]:
         """Sort key: of layouts of equal speed the least complex wins, rare axes first."""
-        found: list[Any] = []
+        key: list[Any] = []
         for axis in sorted(every(), key=lambda axis: -axis.place):
             for value, usual in zip(axis.compared(self.setup), axis.compared(Setup())):
-                found += [value != usual, value if isinstance(value, int) else 0]
+                key += [value != usual, value if isinstance(value, int) else 0]
         mode = CHECKPOINTING.index(self.setup.recompute.activation_checkpointing)
-        return *found, mode, self.rank
+        return *key, mode, self.rank
 
 
 def family_of(setup: Setup) -> tuple[Any, ...]:
@@ -73,16 +73,16 @@ def layouts(
     Args:
         fixed: settings that all layouts take from the template.
     """
-    found, axes = [template], sorted(every(), key=lambda axis: -axis.place)
+    setups, axes = [template], sorted(every(), key=lambda axis: -axis.place)
     kept = {(name, value) for name, value in template.in_effect().items() if name in fixed}
     for axis in axes:
-        found = [
+        setups = [
             setup
-            for given in found
+            for given in setups
             for setup in axis.candidates(workload, given, per_node)
             if kept <= setup.in_effect().items()
         ]
-    for setup in found:
+    for setup in setups:
         sharing = setup.dp * setup.rows * setup.depth
         sensible = all(axis.accepts(workload, setup) for axis in axes)
         if workload.batch_size % sharing == 0 and sensible and refused(workload, setup) is None:
@@ -128,25 +128,25 @@ def search(
         fixed: settings that all layouts take from the template.
     """
     every_way = list(layouts(workload, template, per_node, fixed))
-    found: list[Estimate] = []
+    estimates: list[Estimate] = []
     for last in (False, True):
         ways = [way for way in every_way if is_last_resort(way) is last]
-        found += try_in_order(workload, rates, limit_bytes, ways)
-        if any(e.time for e in found):
+        estimates += try_in_order(workload, rates, limit_bytes, ways)
+        if any(e.time for e in estimates):
             break
-    return ranked(found)
+    return ranked(estimates)
 
 
 def ranked(estimates: Iterable[Estimate]) -> list[Estimate]:
     """The fastest first. Of those of equal speed the simplest leads: see Axis.place, then least
     recomputation."""
-    found = sorted(estimates, key=lambda e: e.rank)
-    if found and found[0].time is not None:
-        enough = (1 + ALIKE) * found[0].step_s
-        simplest = min((e for e in found if e.step_s <= enough), key=lambda e: e.complexity)
-        found.remove(simplest)
-        found.insert(0, simplest)
-    return found
+    ordered = sorted(estimates, key=lambda e: e.rank)
+    if ordered and ordered[0].time is not None:
+        enough = (1 + ALIKE) * ordered[0].step_s
+        simplest = min((e for e in ordered if e.step_s <= enough), key=lambda e: e.complexity)
+        ordered.remove(simplest)
+        ordered.insert(0, simplest)
+    return ordered
 
 
 def try_in_order(
@@ -163,24 +163,24 @@ def try_in_order(
         for mode in modes
         for setup in micro_batches(workload, way.change(activation_checkpointing=mode))
     ]
-    found: dict[Any, Estimate] = {}
+    best: dict[Any, Estimate] = {}
     fastest_s = float("inf")
     for time, setup in sorted(bounds, key=lambda pair: pair[0].step_s):
         piped = setup.mesh.pp > 1
         if piped and time.step_s > SHOWN * fastest_s:
             continue
         key = family_of(setup), None if piped else setup.recompute.activation_checkpointing
-        known = found.get(key)
-        if known is not None and known.step_s <= time.step_s:
+        before = best.get(key)
+        if before is not None and before.step_s <= time.step_s:
             continue
         memory = predict_memory(workload, setup)
         if memory.total <= limit_bytes:
             time = predict_step(workload, setup, rates) if piped else time
             fastest_s = min(fastest_s, time.step_s)
         estimate = Estimate(setup, memory, time if memory.total <= limit_bytes else None)
-        if known is None or estimate.rank < known.rank:
-            found[key] = estimate
-    return found.values()
+        if before is None or estimate.rank < before.rank:
+            best[key] = estimate
+    return best.values()
 
 
 def families(estimates: Iterable[Estimate]) -> list[Estimate]:
@@ -249,7 +249,7 @@ def smallest_changes(
             if way.mesh.pp == 1
         )
         sizes = ((predict_memory(workload, setup).total, setup) for setup in first)
-        return min(sizes, key=lambda found: found[0], default=(float("inf"), full))
+        return min(sizes, key=lambda case: case[0], default=(float("inf"), full))
 
     ways: list[str] = []
 

@@ -99,11 +99,11 @@ _token_flops = functools.lru_cache(1024)(flops_per_token)
 def matrices_of(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> list[Matrices]:
     """Muon's matrices of a rank with these buckets; experts on ep ranks separately."""
     shards, apart = setup.n_shards if setup.stage else 1, bool(buckets.of_experts)
-    found = [_matrices(shape, buckets, setup.data, setup.tp, shards, False)]
+    matrices = [_matrices(shape, buckets, setup.data, setup.tp, shards, False)]
     if apart:
         ranks = setup.data // setup.mesh.ep, setup.tp, max(1, shards // setup.mesh.ep)
-        found.append(_matrices(shape, buckets, *ranks, True))
-    return found
+        matrices.append(_matrices(shape, buckets, *ranks, True))
+    return matrices
 
 
 @functools.lru_cache(1024)
@@ -186,7 +186,7 @@ def _passes(shape: GPTConfig, batch: Any, ranks: Any, kind: Any) -> tuple[Op, ..
     every = [(part, pair(part), count) for parts, count in counts if count for part in parts]
     every.sort(key=lambda each: (not each[0].cheap, each[0].op == "matmul"))
     again = {"none": (), "selective": (True,), "full": (True, False)}[mode]
-    found = Counter[Op]()
+    sums = Counter[Op]()
     for recomputed in (False, True):
         for part, (forward, backward), count in every:
             if part.op == "attention" and by_keys:
@@ -194,26 +194,26 @@ def _passes(shape: GPTConfig, batch: Any, ranks: Any, kind: Any) -> tuple[Op, ..
             if part.on == "experts":
                 count *= shape.n_expert // ep
             if not recomputed:
-                found[forward] += count
-                found[backward] += count
+                sums[forward] += count
+                sums[backward] += count
             elif part.cheap in again:
-                found[forward._replace(direction="recompute")] += count
+                sums[forward._replace(direction="recompute")] += count
     for part in (*last_parts(shape), *first_parts(shape)[:1]):
         for op in pair(part):
-            found[op] += ends
-    return tuple(op._replace(count=count) for op, count in found.items())
+            sums[op] += ends
+    return tuple(op._replace(count=count) for op, count in sums.items())
 
 
 def _updates(workload: Workload, setup: Setup) -> Iterator[Op]:
     """The update of this rank's elements."""
     _, shard = elements_of(workload, setup)
-    mine = math.ceil(shard)
+    n_elements = math.ceil(shard)
     of_element = 2 * setup.grad_bytes + 2 * setup.weight_bytes + 2 * setup.state_bytes
     if setup.optim.optimizer == "muon":
         for matrices in matrices_of(workload.shape, buckets_of(workload, setup), setup):
-            mine -= math.ceil(matrices.held)
+            n_elements -= math.ceil(matrices.held)
             yield from _matrix_updates(matrices, setup)
-    yield Op("optimizer", (mine,), "forward", 15.0 * mine, mine * of_element, 1)
+    yield Op("optimizer", (n_elements,), "forward", 15.0 * n_elements, n_elements * of_element, 1)
 
 
 def _matrix_updates(matrices: Matrices, setup: Setup) -> Iterator[Op]:
@@ -234,15 +234,15 @@ def _matrix_updates(matrices: Matrices, setup: Setup) -> Iterator[Op]:
 
 def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
     """What a rank communicates in one optimizer step."""
-    found = [comm for axis in reversed(every()) for comm in axis.comms(workload, setup)]
+    comms = [comm for axis in reversed(every()) for comm in axis.comms(workload, setup)]
     if setup.optim.optimizer == "muon":
-        found += _to_owners(workload, setup)
+        comms += _to_owners(workload, setup)
     if setup.world_size > 1:
         ends, each = _parameters(workload.shape)
         words = count_words(ends + each * -(-workload.shape.n_layer // setup.mesh.pp))
         total = 8.0 * words * setup.world_size
-        found.append(CommOp("all_gather", "control", total, setup.world_size, 1, 1, ""))
-    return tuple(comm for comm in found if comm.count and comm.ranks > 1)
+        comms.append(CommOp("all_gather", "control", total, setup.world_size, 1, 1, ""))
+    return tuple(comm for comm in comms if comm.count and comm.ranks > 1)
 
 
 @functools.cache
@@ -256,8 +256,8 @@ def _parameters(shape: GPTConfig) -> tuple[int, int]:
 def _to_owners(workload: Workload, setup: Setup) -> Iterator[CommOp]:
     """Muon's matrices to the ranks that update them, and back."""
     item, axis = product_bytes(setup), "shard" if setup.stage else "dp"
-    found = matrices_of(workload.shape, buckets_of(workload, setup), setup)
-    for matrices, stride in zip(found, (setup.tp, setup.tp * setup.mesh.ep)):
+    kinds = matrices_of(workload.shape, buckets_of(workload, setup), setup)
+    for matrices, stride in zip(kinds, (setup.tp, setup.tp * setup.mesh.ep)):
         along, column = item * matrices.held, item * matrices.numel / matrices.n_dp
         times = 1 + (matrices.n_shards > 1)
         yield CommOp("all_to_all", axis, along, matrices.n_dp, stride, times, "update")

@@ -254,14 +254,14 @@ class Trainer:
 
     def _graph_of_steps(self) -> StepGraph | None:
         """The graph of whole steps; None where there can be none, or none is wanted."""
-        asked = self.config.system.cuda_graphs
-        why = why_none(self.model, self.engine, self.optimizer, asked)
-        if asked and why:
+        requested = self.config.system.cuda_graphs
+        why = why_none(self.model, self.engine, self.optimizer, requested)
+        if requested and why:
             raise ValueError(
                 "train: expected steps that a CUDA graph can hold with cuda_graphs, got ones where "
                 f"{why}; drop --cuda-graphs"
             )
-        if why or asked is False or not self.config.runs_in_graphs():
+        if why or requested is False or not self.config.runs_in_graphs():
             return None
         several = " and its collectives; NCCL inside graphs never ran in fastpar's tests"
         self._facts["graphs"] = "of the whole step" + several * (self.mesh.world_size > 1)

@@ -34,7 +34,7 @@ class Context(Axis):
             return
         shape, n_micro, c = workload.shape, setup.grad_accum_steps, setup.mesh.cp
         of_head = setup.tokens_of_rank(workload) * shape.head_size * setup.weight_bytes
-        mine = float(of_head * attended_heads(shape, setup))
+        sent = float(of_head * attended_heads(shape, setup))
         layers = n_micro * -(-shape.n_layer // setup.mesh.pp)
         if setup.by_keys:  # keys and values of all tokens, some heads at a time; their gradients
             heads, at_once = shape.heads_of_rank(setup.tp), -(-shape.heads_of_rank(setup.tp) // c)
@@ -48,8 +48,8 @@ class Context(Axis):
                 yield CommOp("all_to_all", "cp", both, c, setup.tp, times * layers, "")
         else:
             passes = layers * (2 if setup.recompute.activation_checkpointing == "none" else 3)
-            yield CommOp("all_to_all", "cp", 3 * mine, c, setup.tp, passes, "")
-            yield CommOp("all_to_all", "cp", mine, c, setup.tp, passes, "")
+            yield CommOp("all_to_all", "cp", 3 * sent, c, setup.tp, passes, "")
+            yield CommOp("all_to_all", "cp", sent, c, setup.tp, passes, "")
         wide = 8.0 if setup.weight_bytes == 8 else 4.0
         yield CommOp("all_reduce", "cp", wide, c, setup.tp, n_micro, "")
 
@@ -57,7 +57,7 @@ class Context(Axis):
         return {"ranks": f"cp {known['cp']} by {known['cp_method']}"} if known["cp"] > 1 else {}
 
     def connect(self, making: Making) -> None:
-        mesh, tell = making.mesh, making.tell_rows
+        mesh, tell = making.mesh, making.connect_rows
         if mesh.size("cp") == 1 or tell is None:
             return
         by_row = getattr(tell, "by_row", False)

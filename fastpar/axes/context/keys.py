@@ -85,11 +85,11 @@ def _of_documents(
     cuts = [bounds[i] - first for i in inside]
     rows = slice(row, row + 1)
     stop = cuts[0] if cuts else end
-    at = queries.start - start  # from positions in the row to this rank's
-    yield Piece(rows, slice(start + at, stop + at), slice(begin, stop), start - begin, opened)
+    lag = queries.start - start  # from positions in the row to this rank's
+    yield Piece(rows, slice(start + lag, stop + lag), slice(begin, stop), start - begin, opened)
     if cuts:
         lengths = tuple(cut - stop for cut in (*cuts, end))
-        yield Piece(rows, slice(stop + at, end + at), slice(stop, end), 0, opened + 1, lengths)
+        yield Piece(rows, slice(stop + lag, end + lag), slice(stop, end), 0, opened + 1, lengths)
 
 
 class Planned(NamedTuple):
@@ -108,18 +108,18 @@ def planned(cp: ContextParallel, batch: int, time: int, documents: Tensor | None
         return [Planned(piece) for piece in pieces(cp, batch, time, None)]
     version = None if documents.is_inference() else documents._version
     of = (cp.number, batch, time, version)
-    kept = getattr(documents, "fastpar_planned", None)
-    if kept is None or kept[0] != of:
-        found = list(pieces(cp, batch, time, documents.tolist()))
-        kept = (of, _plan(found, documents.device))
-        documents.fastpar_planned = kept  # type: ignore[attr-defined]
-    return kept[1]
+    plan = getattr(documents, "fastpar_planned", None)
+    if plan is None or plan[0] != of:
+        parts = list(pieces(cp, batch, time, documents.tolist()))
+        plan = (of, _plan(parts, documents.device))
+        documents.fastpar_planned = plan  # type: ignore[attr-defined]
+    return plan[1]
 
 
-def _plan(found: list[Piece], device: torch.device) -> list[Planned]:
+def _plan(parts: list[Piece], device: torch.device) -> list[Planned]:
     """Copies the device tensors at once, in rows that begin at multiples of 16 bytes, for which
     kernels are compiled."""
-    rows = [(0, piece.sample, 0, 0, *(piece.bounds or ())) for piece in found]
+    rows = [(0, piece.sample, 0, 0, *(piece.bounds or ())) for piece in parts]
     width = -(-max(map(len, rows)) // 4) * 4
     rows = [row + (0,) * (width - len(row)) for row in rows]
     host = torch.tensor(rows, dtype=torch.int32, device="cpu")
@@ -131,7 +131,7 @@ def _plan(found: list[Piece], device: torch.device) -> list[Planned]:
             None if piece.bounds is None else row[4 : 4 + len(piece.bounds)],
             row[:2] if piece.sample else None,
         )
-        for piece, row in zip(found, host.to(device, non_blocking=True))
+        for piece, row in zip(parts, host.to(device, non_blocking=True))
     ]
 
 
@@ -194,10 +194,10 @@ def _scattered_sum(sent: Tensor, cp: ContextParallel) -> Tensor:
     sent = sent.contiguous()
     parts = torch.empty_like(sent)
     cp.group.all_to_all(parts.view(-1), sent.view(-1))
-    own = parts[0].to(_WIDE.get(sent.dtype, sent.dtype))
+    total = parts[0].to(_WIDE.get(sent.dtype, sent.dtype))
     for part in parts[1:]:
-        own = own + part
-    return own
+        total = total + part
+    return total
 
 
 def _attend_bwd(do: Tensor, qkv: Tensor, o: Tensor, stats: Tensor, *settings: Any) -> Tensor:
@@ -310,11 +310,11 @@ def attend_rows(
         o: [B, T/cp, H, D].
     Ranks: all of cp.
     """
-    batch, heads, mine = len(qkv), qkv.shape[-2], qkv.flatten(0, 1)
+    batch, heads, local = len(qkv), qkv.shape[-2], qkv.flatten(0, 1)
     if cp.by_keys:
-        o = attend_keys(mine, batch, cp, softmax_scale=softmax_scale, **dropout)
+        o = attend_keys(local, batch, cp, softmax_scale=softmax_scale, **dropout)
         return o.unflatten(0, (batch, -1))
-    parts = to_heads(mine, cp).unflatten(0, (cp.size, -1))
+    parts = to_heads(local, cp).unflatten(0, (cp.size, -1))
     whole = cp.in_order(parts, batch).unflatten(0, (batch, -1))  # [B, T, 3, H/cp, D]
     o = attention_qkvpacked(whole, causal=True, softmax_scale=softmax_scale, **dropout)
     o = to_tokens(cp.of_ranks(o).flatten(0, 1)[:, None], heads, cp)[:, 0]

@@ -66,8 +66,10 @@ class Experts(Axis):
         states: dict[nn.Parameter, State] = {}
         for module in model.modules():
             if isinstance(module, mixture.Experts):
-                own = dict(module.named_parameters())
-                states |= {own[name]: state for name, state in module.expert_parallel(ep).items()}
+                params = dict(module.named_parameters())
+                states |= {
+                    params[name]: state for name, state in module.expert_parallel(ep).items()
+                }
         mesh.broadcast_([p for p in states if not p.is_meta], "ep")
         mesh.group(*SAME)  # called by all ranks, though a pipeline stage may have no experts
         if making.declared is None:

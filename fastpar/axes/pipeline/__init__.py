@@ -52,12 +52,12 @@ def _rank_parts(
     shape: GPTConfig, pp: int, chunks: int, split: tuple[int, ...]
 ) -> tuple[RankParts, ...]:
     layers, ends = _layers(shape), [0, *itertools.accumulate(split)]
-    found, last = [], pp * chunks - 1
+    parts, last = [], pp * chunks - 1
     for rank in range(pp):
-        mine = range(rank, pp * chunks, pp)
-        chunk_layers = tuple(layers[ends[s] : ends[s + 1]] for s in mine)
-        found.append(RankParts(chunk_layers, 0 in mine, last in mine))
-    return tuple(found)
+        stages = range(rank, pp * chunks, pp)
+        chunk_layers = tuple(layers[ends[s] : ends[s + 1]] for s in stages)
+        parts.append(RankParts(chunk_layers, 0 in stages, last in stages))
+    return tuple(parts)
 
 
 MOST_STAGES = 64
@@ -108,9 +108,9 @@ class Pipelined(Axis):
     def cut(self, making: Making) -> None:
         pipeline = making.parallel.pipeline
         split, model = pp_split(pipeline.split), making.model
-        found = cut_stages(model, making.mesh, split, pipeline.schedule, pipeline.chunks)
-        if found is not None:
-            making.kept[self.name] = found
+        stages = cut_stages(model, making.mesh, split, pipeline.schedule, pipeline.chunks)
+        if stages is not None:
+            making.kept[self.name] = stages
 
     def connect(self, making: Making) -> None:
         cut = making.kept.get(self.name)

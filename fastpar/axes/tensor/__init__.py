@@ -75,8 +75,10 @@ class TensorAxis(Axis):
             ends = last_parts(shape) + (first_parts(shape) if setup.mesh.pp == 1 else ())
             partial = layers * count_elements(block_parts(shape), sizes, whole=True)
             partial += count_elements(ends, sizes, whole=True)
-            mine = float(partial * setup.grad_bytes) / setup.n_shards
-            yield comm("all_reduce", n_micro if setup.parallel.zero_stage == 0 else 1, "", mine)
+            grad_bytes = float(partial * setup.grad_bytes) / setup.n_shards
+            yield comm(
+                "all_reduce", n_micro if setup.parallel.zero_stage == 0 else 1, "", grad_bytes
+            )
         else:
             yield comm("all_reduce", row_layers * passes * forwards + embeds + n_micro)
             yield comm("all_reduce", columns * passes, "backward")
