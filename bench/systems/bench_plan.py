@@ -18,8 +18,8 @@ from fastpar.axes.step import Setup, Workload
 from fastpar.comm.mesh import gather_objects
 from fastpar.comm.ranks import Rank, Ranks, threads_per_rank
 from fastpar.kernels.loss.linear_cross_entropy import release_workspaces
-from fastpar.predict.measure import ShortRun, mesh_of, slowest
-from fastpar.predict.memory import StepMemory, held_bytes, predict_memory
+from fastpar.predict.measure import ShortRun, StepMemory, held_bytes, mesh_of, slowest
+from fastpar.predict.memory import predict_memory
 from fastpar.settings.model import PRESETS, GPTConfig
 
 TIME_LIMIT_S = {"cpu": 1200, "cuda": 500}

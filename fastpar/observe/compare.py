@@ -40,7 +40,7 @@ from fastpar.observe.results import RESULTS, Comparison, Run
 from fastpar.observe.strategies import SINGLE, STRATEGIES, Batch, Settings, build, import_deepspeed
 from fastpar.optim.schedule import cosine_lr
 from fastpar.predict.machine import about_machine
-from fastpar.predict.memory import StepMemory
+from fastpar.predict.measure import StepMemory
 from fastpar.settings.config import AUTO_MICRO_BATCH_TOKENS, derive_batch, usual_warmup
 from fastpar.settings.files import check_at_least, option
 from fastpar.settings.model import GPTConfig, count_parameters

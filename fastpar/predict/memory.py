@@ -1,4 +1,4 @@
-"""The peak memory of a training step: predicted for the fullest rank, measured on this one.
+"""The peak memory of a training step, predicted for the fullest rank.
 
 The prediction is arithmetic; nothing runs. A step's memory is what stays (parameters, gradients,
 the optimizer's state), and what is temporary: a fold over the table of parts, from the loss back to
@@ -8,8 +8,8 @@ optimizer's own temporary memory. It is within 5 % of nine in ten measured steps
 than 10 % too low (tests/predict/test_memory_model.py).
 
 On a GPU a chunk's logits are freed, and attention keeps one number per row instead of two. Not
-predicted: what StepMemory does not measure either (transports' own buffers), the random state of
-recomputed blocks, and oneDNN's packed operands of 16-bit products on a CPU.
+predicted: what StepMemory (measure.py) does not measure either, such as transports' own buffers,
+the random state of recomputed blocks, and oneDNN's packed operands of 16-bit products on a CPU.
 
 [Note: units] own: the features of this rank's tokens between blocks, [N, C] ([N/tp, C] under
 sequence parallelism); whole: of all tokens. All in bytes of the weights' format. What a block keeps
@@ -20,35 +20,15 @@ products and attention, under "full" its inputs: x and delta (the first block ha
 activations, what was received and what was sent, and on the last stage the gradient of the head's
 input, the norm's output and dweight; also the gradient that the running backward was given, and the
 message that is received ahead.
-
-It is measured with StepMemory:
-
-    with StepMemory(device) as memory:
-        step()
-    print(memory.peak_bytes)
-
-On a GPU it is the peak of torch's allocator. The CPU's allocator records no peak, but reports every
-allocation and release to a profiler: the peak is the highest sum of these, on top of what was alive
-before. Alive are the storages of all tensors that Python knows, and this rank's share of memory
-that ranks share (comm/transports.py), which does not come from torch's allocators.
-
-Not counted: a transport's own memory (NCCL's buffers; up to 8 MiB per group of the shared memory),
-the heaps of the interpreter and of libraries, and on the CPU allocations by other threads.
-
-[Note: what Python does not know] Buckets of torch's DDP belong to C++ alone. For such strategies
-enter with alive_bytes=0 before the model is built, and call begin_step() before the step.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from fastpar.axes import every
 from fastpar.axes.context import attended_heads
@@ -58,12 +38,10 @@ from fastpar.axes.pipeline import RankParts, parts_of
 from fastpar.axes.pipeline.schedules import Held, held_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.axes.wires import message_bytes
-from fastpar.comm.transports import shared_bytes, shared_ranges
-from fastpar.engine.engine import Engine
 from fastpar.engine.gradients import IN_FLIGHT as IN_REDUCTION
-from fastpar.kernels.backend import _C, has_bf16_gemm
+from fastpar.kernels.backend import has_bf16_gemm
 from fastpar.kernels.linear.fp8 import BLOCK
-from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows, workspace_bytes
+from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows
 from fastpar.kernels.orthogonalize import TOGETHER
 from fastpar.optim.adafactor import BATCH
 from fastpar.predict.time import matrices_of, product_bytes
@@ -452,113 +430,5 @@ def peak_of(
     step = Moment(0.0, table.standing * parts.last, 0.0, update)
     top = max([*moments(table, parts, held, buckets), step], key=sum)
     on_its_way = going_down(setup, buckets) + _CUBLAS * (setup.device_type == "cuda")
-    found = replace(states, **{name: round(size) for name, size in top._asdict().items()})
-    return replace(found, buckets=round(top.buckets + on_its_way))
-
-
-_MARK = "fastpar: a step begins"
-
-
-class StepMemory:
-    """Measures the peak between entering, or the last begin_step(), and leaving.
-
-    Args:
-        device: where the step computes.
-        alive_bytes: this rank's memory on entering; None: this process's. Ranks that are threads of
-            one process must pass it.
-    Attributes:
-        alive_bytes: before the step; peak_bytes: during it, alive_bytes included; left_bytes: after
-            it. Known after leaving.
-    Ranks: each on its own; nothing is sent.
-    """
-
-    def __init__(self, device: torch.device, *, alive_bytes: int | None = None) -> None:
-        self.device = device
-        self._given = alive_bytes
-        self.alive_bytes = self.peak_bytes = self.left_bytes = 0
-
-    def __enter__(self) -> StepMemory:
-        if self.device.type == "cuda":
-            self.begin_step()
-        else:
-            self.alive_bytes = alive_bytes() if self._given is None else self._given
-            self._shared = shared_bytes()
-            _start_profiler()
-        return self
-
-    def begin_step(self) -> None:
-        """Resets the peak."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.alive_bytes = torch.cuda.memory_allocated(self.device)
-        else:
-            with torch.autograd.profiler.record_function(_MARK):
-                pass
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
-            self.left_bytes = torch.cuda.memory_allocated(self.device)
-            return
-        now = peak = self.alive_bytes + shared_bytes() - self._shared
-        for kind, name, size in _stop_profiler():
-            if kind == "memory_alloc":
-                now += size
-                peak = max(peak, now)
-            elif name == _MARK and kind == "push":
-                self.alive_bytes = peak = now
-        self.peak_bytes, self.left_bytes = peak, now
-
-
-def held_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> int:
-    """What a rank holds between two steps: the engine's tensors, the optimizer's, workspaces.
-
-    Do not use alive_bytes() in a process with other threads: it briefly references every object,
-    and a tuple that a thread is building then fails to grow (SystemError).
-    """
-    storages = {}
-    for state in optimizer.state.values():
-        for x in state.values():
-            if isinstance(x, torch.Tensor):
-                storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-    return sum(engine.memory().values()) + sum(storages.values()) + workspace_bytes()
-
-
-def alive_bytes() -> int:
-    """Bytes of all tensors in this process's CPU memory, each storage once; see held_bytes()."""
-    shared = shared_ranges()
-    storages: dict[int, int] = {}
-    for x in gc.get_objects():
-        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu":
-            continue
-        if x.layout != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(x):
-            continue
-        storage = x.untyped_storage()
-        start = storage.data_ptr()
-        if storage.nbytes() and not any(a <= start < b for a, b in shared):
-            storages[start] = storage.nbytes()
-    workspace = 0 if _C is None else torch.ops.fastpar._workspace_bytes()  # no tensors of Python
-    return sum(storages.values()) + shared_bytes() + workspace
-
-
-# torch's older profiler: unlike the newer one it is local to a thread, so that ranks may be
-# threads, and it prints nothing.
-
-
-def _start_profiler() -> None:
-    from torch._C._profiler import _ExperimentalConfig
-    from torch.autograd import ProfilerConfig, ProfilerState, _enable_profiler_legacy
-
-    record_shapes, memory, stack, flops, modules = False, True, False, False, False
-    options = (record_shapes, memory, stack, flops, modules, _ExperimentalConfig())
-    _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *options))
-
-
-def _stop_profiler() -> list[tuple[str, str, int]]:
-    """(kind, name, bytes) of this thread's events, in order."""
-    from torch.autograd import _disable_profiler_legacy
-
-    events: list[Any] = [event for thread in _disable_profiler_legacy() for event in thread]
-    return [(e.kind(), e.name(), e.cpu_memory_usage()) for e in events]
+    memory = replace(states, **{name: round(size) for name, size in top._asdict().items()})
+    return replace(memory, buckets=round(top.buckets + on_its_way))

@@ -15,7 +15,7 @@ from fastpar.engine.parallelize import parallelize
 from fastpar.files.tensor_file import DTYPES
 from fastpar.optim.adamw import AdamW
 from fastpar.predict.folder import FolderModel, longest, predict_folder
-from fastpar.predict.memory import StepMemory, alive_bytes
+from fastpar.predict.measure import StepMemory, alive_bytes
 from fastpar.testing import run_ranks
 
 transformers = pytest.importorskip("transformers")
