@@ -251,10 +251,10 @@ class Data(Axis):
     order = 60
     place = 1
 
-    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
+    def header(self, facts: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
         names = {"ZeRO": "zero_stage", "shards": "n_shards"}
         names |= {name: name for name in ("transport", "accumulate")}
-        return {"ranks": ", ".join(f"{word} {known[name]}" for word, name in names.items())}
+        return {"ranks": ", ".join(f"{word} {facts[name]}" for word, name in names.items())}
 
     def attach(self, making: Making, engine: Any) -> None:
         """Exchange a model's delayed fp8 scales in each step."""

@@ -316,8 +316,8 @@ class Replicas(Axis):
     name = "replicas"
     order = 10
 
-    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
-        replicas, steps = known["replicas"], known["outer_every"]
+    def header(self, facts: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
+        replicas, steps = facts["replicas"], facts["outer_every"]
         return {"ranks": f"replicas {replicas}, averaged every {steps} steps"} if steps else {}
 
 

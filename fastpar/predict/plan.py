@@ -117,7 +117,7 @@ class PlanCommand(ModelSize):
     """Measure fewer steps."""
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def fixed(self) -> dict[str, Any]:
         """Settings of parallelize() that the command line fixes for all layouts."""
         names = (*leaves(MeshSettings), *leaves(Parallel))
         values = {name: getattr(self, name, None) for name in names}
@@ -202,8 +202,8 @@ def make_plan(command: PlanCommand) -> Plan:
     links = command.link, command.inter_link
     cluster = Cluster.of(device, command.gpus, command.gpus_per_node, *links)
     limit = usable_bytes(cluster) * (1 - command.headroom)
-    setup = template.change(**command.asked)
-    among: dict[str, Any] = {"per_node": cluster.per_node, "fixed": command.asked}
+    setup = template.change(**command.fixed)
+    among: dict[str, Any] = {"per_node": cluster.per_node, "fixed": command.fixed}
     rates = DatasheetRates(cluster, template)
     rates_text = (
         f"data sheet of {device.name}; with data sheets the predicted step times of published runs "
@@ -340,7 +340,7 @@ def _nothing_fits(plan: Plan) -> str:
     )
     if least.memory.total <= whole:
         ways.insert(0, "--headroom 0 (leaves no memory free)")
-    for name in command.asked:
+    for name in command.fixed:
         ways.insert(0, f"no {option(name)}, to compare all layouts")
     return (
         f"plan: expected a model that fits into {limit / 1e9:,.1f} GB a rank ({whole / 1e9:,.1f} "

@@ -53,8 +53,8 @@ class Context(Axis):
         wide = 8.0 if setup.weight_bytes == 8 else 4.0
         yield CommOp("all_reduce", "cp", wide, c, setup.tp, n_micro, "")
 
-    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
-        return {"ranks": f"cp {known['cp']} by {known['cp_method']}"} if known["cp"] > 1 else {}
+    def header(self, facts: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
+        return {"ranks": f"cp {facts['cp']} by {facts['cp_method']}"} if facts["cp"] > 1 else {}
 
     def connect(self, making: Making) -> None:
         mesh, tell = making.mesh, making.connect_rows

@@ -107,12 +107,12 @@ class Experts(Axis):
         yield CommOp("all_to_all", "ep", n_bytes, setup.mesh.ep, setup.tp, there_and_back, "")
         yield CommOp("all_to_all", "ep", counts, setup.mesh.ep, setup.tp, forwards * layers, "")
 
-    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
+    def header(self, facts: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
         if not shape.n_expert:
             return {}
         count, layers = f"{shape.n_expert} experts (top {shape.top_k})", shape.expert_layers
         lines = {"model": f"{count} in {layers} layers"}
-        return lines | ({"ranks": f"experts over {known['ep']} of dp"} if known["ep"] > 1 else {})
+        return lines | ({"ranks": f"experts over {facts['ep']} of dp"} if facts["ep"] > 1 else {})
 
     def describe(self, shards: Any) -> Iterator[str]:
         if "ep" not in shards.travels:
