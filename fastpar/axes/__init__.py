@@ -162,11 +162,11 @@ class Axis:
         """Bytes allocated on this rank besides those of buckets, by kind."""
         return {}
 
-    def header(self, facts: Mapping[str, Any], shape: GPTConfig) -> Mapping[str, str]:
+    def header(self, setup: Setup, shape: GPTConfig) -> Mapping[str, str]:
         """Words for the lines at the start of a run, by the first word of the line, such as ranks.
 
         Args:
-            facts: settings in effect by name, world_size, dp, n_shards and transport.
+            setup: the run's settings in effect.
         """
         return {}
 

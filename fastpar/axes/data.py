@@ -23,7 +23,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -251,10 +251,9 @@ class Data(Axis):
     order = 60
     place = 1
 
-    def header(self, facts: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
-        names = {"ZeRO": "zero_stage", "shards": "n_shards"}
-        names |= {name: name for name in ("transport", "accumulate")}
-        return {"ranks": ", ".join(f"{word} {facts[name]}" for word, name in names.items())}
+    def header(self, setup: Setup, shape: GPTConfig) -> dict[str, str]:
+        how = f"transport {setup.transport}, accumulate {setup.accumulate}"
+        return {"ranks": f"ZeRO {setup.parallel.zero_stage}, shards {setup.n_shards}, {how}"}
 
     def attach(self, making: Making, engine: Any) -> None:
         """Exchange a model's delayed fp8 scales in each step."""

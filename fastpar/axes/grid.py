@@ -440,8 +440,8 @@ class Gridded(Axis):
         yield column("all_reduce", n_micro if setup.stage == 0 else 1, grad_bytes)
         yield CommOp("all_reduce", "tp", wide, r * setup.depth, c, n_micro, "")  # the loss
 
-    def header(self, facts: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
-        grid = facts["tp_grid"]
+    def header(self, setup: Setup, shape: GPTConfig) -> dict[str, str]:
+        grid = setup.mesh.tp_grid
         return {"ranks": f"grid {grid} (samples by rows, features by columns)"} if grid else {}
 
     def split(self, making: Making) -> None:

@@ -50,7 +50,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ import torch
 from torch import Tensor
 
 from fastpar.axes import Axis, engine_of_parameter
+from fastpar.axes.step import Setup
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh, first_difference, gather_objects
 from fastpar.comm.transports import TorchCollectives
@@ -316,8 +317,8 @@ class Replicas(Axis):
     name = "replicas"
     order = 10
 
-    def header(self, facts: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
-        replicas, steps = facts["replicas"], facts["outer_every"]
+    def header(self, setup: Setup, shape: GPTConfig) -> dict[str, str]:
+        replicas, steps = setup.mesh.replicas, setup.optim.outer_every
         return {"ranks": f"replicas {replicas}, averaged every {steps} steps"} if steps else {}
 
 

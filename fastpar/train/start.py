@@ -249,15 +249,11 @@ def check_samples(
         )
 
 
-def facts_of(setup: Setup, engine: Engine) -> dict[str, Any]:
-    """The choices of this start; see RunFolder."""
+def facts_of(setup: Setup) -> dict[str, Any]:
+    """The choices of this start besides its settings; see RunFolder."""
     return {
-        **setup.in_effect(),
-        "dp": setup.dp,
         "device": torch.cuda.get_device_name() if setup.device_type == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
-        "block_size": setup.flags.shape.block_size,
-        "n_shards": engine.settings.n_shards,
         "storage": describe_storage(setup.flags.optim, DTYPES[setup.dtype]),
     }
 

@@ -235,7 +235,7 @@ class Trainer:
             accumulate=config.accumulate,
             pp_split=stage_layers(model.config, self.setup) if self.setup.mesh.pp > 1 else None,
         )
-        self._facts = start.facts_of(self.setup, self.engine)
+        self._facts = start.facts_of(self.setup)
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
         self.guards = Guards(config.faults.on_nonfinite, scaled=self.loss_scale is not None)
         self.forward: Any = torch.compile(self.model) if config.system.compile else self.model
@@ -332,12 +332,12 @@ class Trainer:
         about: Any = {"data": self.data, "step": self.step, "facts": self._facts}
         mesh, first = self.mesh, self.mesh.replica == 0
         if first:
-            self.journal.open(model=self.model, **about)
+            self.journal.open(self.setup, model=self.model, **about)
         if mesh.replicas > 1:
             config = start.in_replica_folder(self.config, mesh, self.journal.path)
             self.config = self.journal.config = config
         if not first:
-            self.journal.open(model=self.model, **about)
+            self.journal.open(self.setup, model=self.model, **about)
         if self.changed:
             self.journal.say(self.changed.strip())
         self.folder = Path(broadcast_text(self.engine, str(self.journal.path or "")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from fastpar.axes import Axis, Making
@@ -53,8 +53,9 @@ class Context(Axis):
         wide = 8.0 if setup.weight_bytes == 8 else 4.0
         yield CommOp("all_reduce", "cp", wide, c, setup.tp, n_micro, "")
 
-    def header(self, facts: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
-        return {"ranks": f"cp {facts['cp']} by {facts['cp_method']}"} if facts["cp"] > 1 else {}
+    def header(self, setup: Setup, shape: GPTConfig) -> dict[str, str]:
+        cp, method = setup.mesh.cp, setup.parallel.cp_method
+        return {"ranks": f"cp {cp} by {method}"} if cp > 1 else {}
 
     def connect(self, making: Making) -> None:
         mesh, tell = making.mesh, making.connect_rows

@@ -17,7 +17,7 @@ import copy
 import functools
 import math
 from collections import deque
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -107,12 +107,13 @@ class Experts(Axis):
         yield CommOp("all_to_all", "ep", n_bytes, setup.mesh.ep, setup.tp, there_and_back, "")
         yield CommOp("all_to_all", "ep", counts, setup.mesh.ep, setup.tp, forwards * layers, "")
 
-    def header(self, facts: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
+    def header(self, setup: Setup, shape: GPTConfig) -> dict[str, str]:
         if not shape.n_expert:
             return {}
         count, layers = f"{shape.n_expert} experts (top {shape.top_k})", shape.expert_layers
         lines = {"model": f"{count} in {layers} layers"}
-        return lines | ({"ranks": f"experts over {facts['ep']} of dp"} if facts["ep"] > 1 else {})
+        ep = setup.mesh.ep
+        return lines | ({"ranks": f"experts over {ep} of dp"} if ep > 1 else {})
 
     def describe(self, shards: Any) -> Iterator[str]:
         if "ep" not in shards.travels:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fastpar.axes import Axis, Making
@@ -90,12 +90,12 @@ class Pipelined(Axis):
         table = float(vocabulary_rows(workload.shape, t) * width * setup.wire_bytes)
         yield CommOp("all_reduce", "pp", table, 2, stride * (setup.mesh.pp - 1), 1, "")
 
-    def header(self, facts: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
+    def header(self, setup: Setup, shape: GPTConfig) -> dict[str, str]:
         """Also the fraction of the time in which a rank waits."""
-        pp, name, m = facts["pp"], facts["schedule"], facts["grad_accum_steps"]
+        pp, name, m = setup.mesh.pp, setup.parallel.pipeline.schedule, setup.grad_accum_steps
         if pp == 1:
             return {}
-        split = facts["pp_split"]
+        split = setup.pp_split or stage_layers(shape, setup)
         ends = [0, *itertools.accumulate([split[0] + 1, *split[1:-1], split[-1] + 1])]
         flops = [sum(part_flops(shape)[a:b]) for a, b in itertools.pairwise(ends)]
         costs = Costs(flops, [2 * f for f in flops])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastpar.axes import Axis, Making
@@ -114,13 +114,13 @@ class TensorAxis(Axis):
             tp.same_keys = TensorParallel(near, sequence_parallel=False)
         split_model(making, tp, planned)
 
-    def header(self, facts: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
+    def header(self, setup: Setup, shape: GPTConfig) -> dict[str, str]:
         """Also the padding of heads, which cp shares if its ranks have different ones."""
-        tp, parts = facts["tp"], facts["cp"] if facts["cp_method"] == "heads" else 1
+        tp, parts = setup.tp, 1 if setup.by_keys else setup.mesh.cp
         padded = tp * parts * -(-shape.heads_of_rank(tp) // parts)
         lines = {"model": f"heads padded to {padded}"} if padded > shape.n_head else {}
-        if tp > 1 and facts["tp_grid"] is None:
-            kind = "sequence parallel" if facts["sequence_parallel"] else "no sequence parallelism"
+        if tp > 1 and setup.mesh.tp_grid is None:
+            kind = "sequence parallel" if setup.sequence_parallel else "no sequence parallelism"
             lines["ranks"] = f"tp {tp} ({kind})"
         return lines
 
