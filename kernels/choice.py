@@ -120,7 +120,8 @@ def _be_strict() -> None:
 def _end_strict(reasons: list[None]) -> None:
     reasons.pop()
     if _C is not None:
-        torch.ops.fastpar._ignore_times(-1)
+        with torch._C._DisableTorchDispatch():  # the garbage collector calls this in any mode
+            torch.ops.fastpar._ignore_times(-1)
 
 
 @contextmanager

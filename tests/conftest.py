@@ -49,8 +49,9 @@ def pytest_configure():
     one core: on two they wait for the interpreter's lock."""
     number, n = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("PYTEST_XDIST_WORKER_COUNT")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if number and n and len(cores) >= int(n):
-        os.sched_setaffinity(0, set(cores[int(number.removeprefix("gw")) :: int(n)]))
+    if number and n and len(cores) >= int(n):  # one that replaces a worker has a higher number
+        first = int(number.removeprefix("gw")) % int(n)
+        os.sched_setaffinity(0, set(cores[first :: int(n)]))
 
 
 def pytest_collection_modifyitems(items):

@@ -598,7 +598,7 @@ class CaptureCheck(TorchDispatchMode):
         keys = {x.untyped_storage()._cdata for x in given}
         if not keys <= self._static.keys() | self._made.keys():
             raise _error(f"memory that is not static is used: {name} at {_line()}")
-        if func.namespace == "fastpar":  # an in-place op arrives as a whole: check its inside too
+        if func.namespace == "fastpar" and given:  # in place, arrives whole: check its inside too
             with self._inside():
                 key = getattr(torch._C.DispatchKey, self._device.upper())
                 out = func._op_dk(key, *args, **kwargs)

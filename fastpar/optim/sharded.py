@@ -7,15 +7,12 @@ Adam, RAdam, Lion. It may then step pieces of tensors, as ranks of ZeRO and tens
 them, with the result of one process. LAMB, Shampoo, Adafactor and Muon need whole tensors; Prodigy
 needs the whole model.
 
-An optimizer does not say whether it is elementwise, so where ranks share parameters each step is
-watched ([Note: watch]): an operator that joins elements, a read of a shape and random numbers are
-refused by name; where several ranks have whole parameters only random numbers are. torch.optim's
-own elementwise classes are known and not watched.
-
-The trial: the constructor steps a tensor of 1,000 elements ten times, watched alike, so most
-optimizers are refused before the first step. It shows the entries of the state: like the tensor
-(cut as it is), or others (the same on all ranks). Entries that it does not show are refused when
-they appear and when they are loaded.
+An optimizer does not say whether it is elementwise, so the constructor tries: it steps two tensors
+whole, and in halves as two ranks would, and compares the bits of values and state after each of 32
+steps ([Note: trial]). Where ranks have whole parameters it steps twice with other random numbers.
+The trial also shows the entries of the state: like the tensor (cut as it is), or others (the same
+on all ranks). Entries that it does not show are refused when they appear and when they are loaded.
+torch.optim's own elementwise classes are known: of these it looks at the entries only.
 
 The inner optimizer is built once; each step shows its parameters this rank's memory (Tensor.data).
 Its entries in `state` are the same tensors as ours, beside masters and averages, which it does not
@@ -27,35 +24,23 @@ stepped by one thread on a CPU: pieces begin at multiples of 256 elements, so th
 tensor's. Slices of tp may end anywhere: there 16-bit weights without masters (with torch's fused
 kernels fp32 ones too) may differ by a rounding from those of one process.
 
-[Note: watch] No trial of values can show that an optimizer is elementwise: its lr may be 0 at
-first, or it may begin after a thousand steps to divide by a norm. So a step runs under two of
-torch's modes, which see what it does. Each tensor that comes from a parameter (its gradient, its
-state, results of them) has that parameter's label, and this is refused, before it is done:
-
-- an operator on labelled tensors that is not elementwise (sums, norms, products, indexing, reading
-  values on the host), or is not torch's own
-- one on tensors of two parameters, of two sizes, or of unknown origin
-- reading a labelled tensor's shape or memory: pieces have other shapes, and memory can be changed
-  past torch's operators
-- random numbers
-
-Limits: kernels that take tensors past torch's operators show only in a tensor that changes without
-one (Watch.watching). Random numbers of Python and NumPy are not seen. An operator costs some
-microseconds more. An optimizer that is elementwise and reads a shape is refused too.
+[Note: trial] Halves are one-dimensional, begin at whole vectors and get gradients of other sizes,
+signs and zeros than their neighbours: a norm, a mean, a shape, another parameter or a random number
+that an update depends on gives other bits. The learning rate is 0.1, not the user's, which may be 0
+at first. What the trial cannot show: what begins after its 32 steps, or at gradients of a size that
+it does not try (0, 0.001, 1 and 1000; in fp16 30).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy as copy_module
-import functools
-from collections.abc import Callable, Container, Iterable, Iterator
-from typing import Any, NamedTuple, NoReturn
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.engine.engine import engine_of_parameter
 from fastpar.kernels.adamw import store_values, values_of
@@ -69,7 +54,7 @@ from fastpar.optim.state import (
     whole_shape,
 )
 
-_SIZE, _STEPS = 1000, 10  # of the trial
+_SHAPES, _STEPS = ((32, 32), (16, 32)), 32  # of the trial
 _OURS = {"master_weight", "master_remainder", *OF_WEIGHTS, *COUNTS} - {"step"}
 # Without LBFGS, SparseAdam, Adafactor and Muon.
 _NAMES = "SGD Adam AdamW NAdam RAdam Adamax RMSprop Adagrad Adadelta ASGD Rprop"
@@ -128,7 +113,6 @@ class Sharded(EngineOptimizer):
 
     _attributes = "inner", "_make", "_given", "_pieces", "_built", "_entries", "_trials", "_unknown"
     _built = False
-    _watch: Watch | None = None
     _unknown: str | None = None  # an entry that is not as in the trial
 
     def __init__(
@@ -156,8 +140,7 @@ class Sharded(EngineOptimizer):
             )
         super().__init__(params, dict(self.inner.defaults))
         groups = [self._pieces_of(group) for group in self.param_groups]
-        with self._watched():
-            self.inner = self._build(groups)
+        self.inner = self._build(groups)
         self._after_building()
 
     @property
@@ -178,8 +161,7 @@ class Sharded(EngineOptimizer):
             return
         try:
             group = self._pieces_of(self.param_groups[-1])
-            with self._watched():
-                self.inner.add_param_group(group)
+            self.inner.add_param_group(group)
             self._after_building()
         except Exception:
             self.param_groups.pop()
@@ -230,31 +212,7 @@ class Sharded(EngineOptimizer):
     def _stepped_dtype(self, p: Tensor) -> torch.dtype:
         return torch.float32 if p.dtype in HALF and self.master_weights else p.dtype
 
-    # The watch and the trial
-
-    def _new_watch(self, params: Iterable[Tensor]) -> Watch | None:
-        """None: the optimizer may do everything."""
-        engines = _engines(params)
-        if all(e.mesh.world_size == 1 for e in engines):
-            return None
-        return Watch(elementwise=_shares(engines))
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Refuse work inside that is not elementwise."""
-        if self._watch is None:
-            self._watch = self._new_watch(p for p, _ in self._pairs())
-        if self._watch is None or _is_known(self.inner):
-            yield
-            return
-        alike = {name for name, entry in self._entries.items() if entry.like}
-        for i, (_, x) in enumerate(self._pairs()):
-            self._watch.label(i, x, self.inner.state.get(x, {}), alike)
-        try:
-            with self._watch.watching():
-                yield
-        except NotElementwise as why:
-            raise self._refusal(why, [p for p, _ in self._pairs()]) from None
+    # The trial
 
     def _refusal(self, why: object, params: Iterable[Tensor]) -> ValueError:
         engines = _engines(params)
@@ -283,39 +241,24 @@ class Sharded(EngineOptimizer):
         return self._trials[key]
 
     def _try(self, group: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Trial:
-        options, params = _options(group), group["params"]
-        if isinstance(options.get("lr"), (float, int, Tensor)):
-            options["lr"] = options["lr"] * 0.0 + 0.1  # so that each step can be seen
-        engines = _engines(params)
-        watch = None if _is_known(self.inner) else self._new_watch(params)
-        random = torch.Generator("cpu").manual_seed(0)
-        draws = torch.randn(_STEPS + 1, _SIZE, generator=random, dtype=torch.float32, device="cpu")
-        value, *grads = draws.to(device, dtype)
-        x = torch.nn.Parameter(value if _shares(engines) else value.view(8, -1))
-        inner, first, before = self.inner, set[str](), {}
+        engines = _engines(group["params"])
+        shares, part = _shares(engines), "a tensor"
+        runs: list[int | None] = [None]  # of whole tensors, or of one half of each
+        if not _is_known(self.inner) and any(e.mesh.world_size > 1 for e in engines):
+            runs += [0, 1] if shares else [None]
+        if shares:
+            part = "a part of a tensor"
         try:
-            for i, grad in enumerate([None, *grads]):
-                if grad is not None:
-                    x.grad = grad.view(x.shape)
-                if watch is not None:
-                    watch.label(0, x, inner.state.get(x, {}) if i else {}, ())
-                with watch.watching(x) if watch else contextlib.nullcontext(), _one_thread([x]):
-                    if grad is not None:
-                        inner.step()
-                    else:
-                        inner = self._build([{**options, "params": [x]}])
-                if i == 0:
-                    before = {n: repr(v) for n, v in _options(inner.param_groups[0]).items()}
-                if i == 1:
-                    first = set(inner.state.get(x, {}))
-            entries = {n: _entry(v, x) for n, v in inner.state.get(x, {}).items() if v is not None}
-            for name, entry in entries.items() if _shares(engines) else ():
+            inner, first, before = self._step_runs(_options(group), runs, device, dtype)
+            x = inner.param_groups[0]["params"][0]
+            kept = {n: v for n, v in inner.state.get(x, {}).items() if v is not None}
+            entries = {name: _entry(value, x) for name, value in kept.items()}
+            for name, entry in entries.items() if shares else ():
                 if entry.kind not in (Tensor, bool, int, float):
                     raise NotElementwise(f"it keeps a {entry.kind.__name__} as '{name}'")
         except NotElementwise as why:
-            raise self._refusal(why, params) from None
+            raise self._refusal(why, group["params"]) from None
         except Exception as error:
-            part = "a part of a tensor" if _shares(engines) else "a tensor"
             raise ValueError(
                 f"Sharded: {self._name} cannot step {part} ({error}); use an elementwise "
                 "optimizer, or torch.optim's own with zero_stage=0 and without tp"
@@ -323,6 +266,48 @@ class Sharded(EngineOptimizer):
         self._entries.update(entries)
         after = _options(inner.param_groups[0])
         return Trial(first & entries.keys(), [n for n, v in before.items() if v != repr(after[n])])
+
+    def _step_runs(
+        self, options: dict[str, Any], runs: list[int | None], device: torch.device,
+        dtype: torch.dtype,
+    ) -> tuple[torch.optim.Optimizer, set[str], dict[str, str]]:  # fmt: skip
+        """Step the tensors of the trial in each run; returns the first one's optimizer, its entries
+        after one step, and its options as they were before.
+
+        Raises:
+            NotElementwise: another run has other bits.
+        """
+        if isinstance(options.get("lr"), (float, int, Tensor)):
+            options["lr"] = options["lr"] * 0.0 + 0.1  # so that each step can be seen
+        values, *gradients = [
+            [x.view(s) if run is None else x[run] for run in runs for x, s in zip(each, _SHAPES)]
+            for each in _draws(device, dtype)
+        ]
+        n = len(_SHAPES)
+        params: list[Tensor] = [torch.nn.Parameter(x.clone()) for x in values]
+        of_runs = [params[i : i + n] for i in range(0, len(params), n)]
+        inners, first, before = [], set[str](), {}
+        generators, on_gpu = [torch.default_generator], []
+        if device.type == "cuda":
+            on_gpu = [torch.cuda.current_device() if device.index is None else device.index]
+            generators += [torch.cuda.default_generators[i] for i in on_gpu]
+        with torch.random.fork_rng(on_gpu), _one_thread(params):
+            for xs in of_runs:
+                inners.append(self._build([{**options, "params": xs}]))
+            before = {k: repr(v) for k, v in _options(inners[0].param_groups[0]).items()}
+            for i, grads in enumerate(gradients):
+                for x, grad in zip(params, grads):
+                    x.grad = grad.clone()
+                for seed, inner in enumerate(inners):
+                    for generator in generators:
+                        generator.manual_seed(seed)
+                    inner.step()
+                if i == 0:
+                    first = set(inners[0].state.get(params[0], {}))
+                for each in zip(*of_runs):
+                    states = [inner.state.get(x, {}) for inner, x in zip(inners, each)]
+                    _compare(each, states, runs)
+        return inners[0], first, before
 
     # The step
 
@@ -342,7 +327,7 @@ class Sharded(EngineOptimizer):
             x.grad = _scaled(row.grad, factor, x)
             taken.append((row, x, values))
         try:
-            with self._watched(), _one_thread([x for _, x, _ in taken]):
+            with _one_thread([x for _, x, _ in taken]):
                 self.inner.step()
         finally:
             for x in pieces:
@@ -563,207 +548,51 @@ def _one_thread(stepped: list[Tensor]) -> Iterator[None]:
             torch.set_num_threads(n)
 
 
-# The watch
-
-# The number of the parameter that a tensor comes from is its attribute.
-_LABEL, _FREE = "_fastpar_label", -1  # -1: it comes from no parameter
-_FUSED = ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
-# Elementwise without torch's tag.
-_ALIKE = {"detach", "alias", "copy", "_to_copy", "fill", "zero", "view", "_unsafe_view"}
-_ALIKE |= {"zeros_like", "ones_like", "empty_like", "full_like", "unsqueeze", "squeeze"}
-# What shows shape or memory of a tensor to Python.
-_SHOWS = {"shape", "size", "numel", "nelement", "dim", "ndim", "ndimension", "stride", "nbytes"}
-_SHOWS |= {"__len__", "storage_offset", "data_ptr", "storage", "untyped_storage", "_typed_storage"}
-_SHOWS |= {"numpy", "tolist", "tensor", "__array__", "__dlpack__", "__cuda_array_interface__"}
-_SHOWS |= {"__reduce_ex__", "__deepcopy__"}
+# The trial
 
 
 class NotElementwise(Exception):  # noqa: N818 - a verdict, not a failure
-    """Why a step is refused."""
+    """Why an optimizer is refused."""
 
 
-class Watch:
-    """Sees all work on labelled tensors and refuses what is not elementwise.
+def _draws(device: torch.device, dtype: torch.dtype) -> Iterator[list[Tensor]]:
+    """The values of the trial's tensors, then the gradients of each step: two halves, [2, N / 2],
+    of other sizes, signs and zeros."""
+    random = torch.Generator("cpu").manual_seed(0)
+    large = 30.0 if dtype == torch.float16 else 1e3  # its square fits
+    sizes = (1.0, -large), (large, 1e-3), (0.0, 1.0), (1e-3, -large), (1.0, 0.0)
+    for step in range(_STEPS + 1):
+        scale = torch.tensor(sizes[step % len(sizes)], dtype=torch.float32, device="cpu")[:, None]
+        each = []
+        for shape in _SHAPES:
+            half = math.prod(shape) // 2
+            x = torch.randn(2, half, generator=random, dtype=torch.float32, device="cpu")
+            each.append(((x.abs() if step % 3 == 1 else x) * scale).to(device, dtype))
+        yield each
 
-    Args:
-        elementwise: False: only random numbers are refused.
-    """
 
-    def __init__(self, *, elementwise: bool) -> None:
-        self.elementwise = elementwise
-        self._sizes: dict[int, int] = {_FREE: 1}  # elements of the tensors with each label
-        self._why: NotElementwise | None = None
-        self._guarded: Tensor | None = None
-        self._seen: Tensor | None = None  # the guarded one after the last operator
-
-    def label(self, i: int, x: Tensor, state: dict[str, Any], alike: Container[str]) -> None:
-        """Label a parameter, its gradient and its state, of which these entries are like it."""
-        self._sizes[i] = x.numel()
-        for tensor in (x, x.grad):
-            if tensor is not None:
-                setattr(tensor, _LABEL, i)
-        for name, value in state.items():
-            if isinstance(value, Tensor) and not hasattr(value, _LABEL):
-                setattr(value, _LABEL, i if name in alike else _FREE)
-
-    @contextlib.contextmanager
-    def watching(self, guarded: Tensor | None = None) -> Iterator[None]:
-        """Raise NotElementwise for work inside.
-
-        Args:
-            guarded: refuse also what changes this tensor past torch's operators.
-        """
-        self._why, self._guarded = None, guarded if self.elementwise else None
-        self._look()
-        with _Reads(self) if self.elementwise else contextlib.nullcontext(), _Operators(self):
-            yield
-        self._compare()
-        if self._why is not None:  # it was caught inside
-            raise self._why
-
-    def _look(self) -> None:
-        if self._guarded is not None:
-            self._seen = self._guarded.detach().clone()
-
-    def _compare(self) -> None:
-        if self._guarded is not None and self._seen is not None:
-            now, then = (x.detach().view(torch.uint8) for x in (self._guarded, self._seen))
-            if not torch.equal(now, then):
-                self._refuse("it changes parameters past torch's operators")
-
-    def _refuse(self, why: str) -> NoReturn:
-        self._why = NotElementwise(why)
-        raise self._why
-
-    def run(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator if it is elementwise."""
-        kind = _kind(op)
-        if op is torch.ops.aten.index_put_.default and [x.dtype for x in args[1]] == [torch.bool]:
-            kind = "elementwise"  # x[mask] = number
-        if kind == "random":
-            self._refuse(f"its step draws random numbers ({op}), which ranks do not share")
-        if not self.elementwise:
-            return op(*args, **kwargs)
-        self._compare()
-        given = [*args, *kwargs.values()] if kind != "new" else []
-        if kind == "lists":
-            labels = [self._label_of(lane, op, kind) for lane in _lanes(given)]
-            out = op(*args, **kwargs)
-            for label, made in zip(labels, out or ()):
-                self._set(label, made, op)
+def _compare(xs: Sequence[Tensor], states: list[dict[str, Any]], runs: list[int | None]) -> None:
+    """Refuse a tensor of which other runs have other values, or state of other values."""
+    whole, *others = ({"": x, **state} for x, state in zip(xs, states))
+    for name, value in whole.items() if others else ():
+        parts = [other.get(name) for other in others]
+        if isinstance(value, Tensor) and value.shape == xs[0].shape:
+            flat = [x.detach().flatten() for x in parts if isinstance(x, Tensor)]
+            same = _are_equal(torch.cat(flat) if flat else None, value.detach().flatten())
         else:
-            label = self._label_of(_flat(given), op, kind)
-            out = op(*args, **kwargs)
-            for made in _flat([out]):
-                self._set(label, made, op)
-        self._look()
-        return out
-
-    def _label_of(self, tensors: Iterable[Tensor], op: Any, kind: str) -> int:
-        """The label that tensors have together."""
-        found, mixed = _FREE, False
-        for x in tensors:
-            size, label = x.numel(), getattr(x, _LABEL, None)
-            if label is None and size > 1:
-                self._refuse(f"its step calls {op} on a tensor that is not in its state")
-            label = _FREE if label is None else label
-            if label not in (_FREE, found):
-                if found != _FREE:
-                    self._refuse(f"its step calls {op} on two parameters together")
-                found = label
-            mixed = mixed or size != self._sizes[label]
-        if found == _FREE:
-            return _FREE
-        if kind == "other":
-            self._refuse(f"its step calls {op}")
-        if mixed:
-            self._refuse(f"its step calls {op} on tensors of two sizes")
-        return found
-
-    def _set(self, label: int, made: Tensor, op: Any) -> None:
-        if label != _FREE and made.numel() != self._sizes[label]:
-            self._refuse(f"its step calls {op}, which makes a tensor of another size")
-        setattr(made, _LABEL, label)
-
-    def read(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function of torch if it does not show the shape or memory of a piece."""
-        name = function.__name__
-        attribute = function.__self__.__name__ if name in ("__get__", "__set__") else name
-        if attribute not in _SHOWS and attribute != "data":
-            return function(*args, **kwargs)
-        label = getattr(args[0], _LABEL, _FREE) if args else _FREE
-        if attribute == "data" and name == "__set__":
-            if getattr(args[1], _LABEL, None) != label:
-                self._refuse("its step sets Tensor.data to that of another parameter")
-        elif attribute != "data" and label != _FREE:
-            self._refuse(f"its step reads Tensor.{attribute} of a parameter")
-        out = function(*args, **kwargs)
-        if attribute == "data" and name == "__get__":
-            setattr(out, _LABEL, label)
-        elif attribute == "data":
-            self._seen = None
-            self._look()
-        return out
+            same = all(_are_equal(part, value) for part in parts)
+        if not same and None in runs[1:]:
+            raise NotElementwise("its step draws random numbers, which ranks do not share")
+        if not same:
+            what = f"'{name}' of its state" if name else "its step"
+            raise NotElementwise(f"{what} is not the same for two halves of a tensor as for all")
 
 
-class _Operators(TorchDispatchMode):
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: torch would import its compiler for this class, and enter it in each call."""
+def _are_equal(a: Any, b: Any) -> bool:
+    """Whether two values of the same kind are equal; tensors in their bits."""
+    if type(a) is not type(b):
         return False
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self.watch = watch
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.watch.run(func, args, kwargs or {})
-
-
-class _Reads(TorchFunctionMode):
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self.watch = watch
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.watch.read(func, args, kwargs or {})
-
-
-@functools.cache
-def _kind(op: Any) -> str:
-    """random, elementwise, lists (elementwise at each position of lists), new or other."""
-    if torch.Tag.nondeterministic_seeded in op.tags:
-        return "random"
-    package, _, name = op._schema.name.partition("::")
-    lists = name.startswith("_foreach_")
-    stem = name.removeprefix("_foreach_").rstrip("_")
-    if package != "aten":
-        return "other"
-    if stem in ("lift_fresh", *_FUSED):
-        return "new" if stem == "lift_fresh" else "lists"
-    pointwise = torch.Tag.pointwise in op.tags
-    if lists or name.endswith("_"):  # torch tags only some of these
-        packet = getattr(torch.ops.aten, stem, None) if stem not in ("max", "min") else None
-        overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet else []
-        pointwise = any(torch.Tag.pointwise in overload.tags for overload in overloads)
-    if torch.Tag.data_dependent_output in op.tags or not (pointwise or stem in _ALIKE):
-        return "other"
-    return "lists" if lists else "elementwise"
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among values and in lists of them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (x for x in value if isinstance(x, Tensor))
-
-
-def _lanes(values: Iterable[Any]) -> Iterator[list[Tensor]]:
-    """The tensors at each position of lists, with those outside of lists."""
-    values = list(values)
-    alone = [x for x in values if isinstance(x, Tensor)]
-    lists = [x for x in values if isinstance(x, (list, tuple)) and next(_flat(x), None) is not None]
-    for lane in zip(*lists, strict=True):
-        yield [x for x in (*lane, *alone) if isinstance(x, Tensor)]
+    if isinstance(a, Tensor):
+        bits = [x.detach().reshape(-1).view(torch.uint8) for x in (a, b)]
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
+    return a == b if isinstance(a, (bool, int, float)) else True

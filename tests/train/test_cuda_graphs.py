@@ -14,7 +14,7 @@ from train_runs import TINY, Runs, curve
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, Muon, engine_of, graphed, muon_groups, parallelize
 from fastpar.comm.transports import ShmCollectives
-from fastpar.kernels import adamw, make_key
+from fastpar.kernels import adamw, choice, make_key
 from fastpar.kernels.activation import triton as activation_triton
 from fastpar.optim import adamw as optim
 from fastpar.optim import base, graphs
@@ -462,6 +462,18 @@ def test_a_whole_step_can_be_captured(monkeypatch, dtype, scale, options):
     assert {"norm_finish_cuda", "_layer_norm_bwd_kernel"} <= set(launched), launched
     counters = {float(s["step"]) for s in optimizer.state.values()}
     assert scale or counters == {3.0}, counters  # under a scale the flag that counts is not written
+
+
+def test_a_step_may_tell_the_library_who_serves(monkeypatch):
+    _, third = after_two_steps(monkeypatch)
+    norm = base.global_norm
+
+    def tells(*args, **kwargs):
+        choice.forget_recipes()
+        return norm(*args, **kwargs)
+
+    monkeypatch.setattr(base, "global_norm", tells)
+    third()
 
 
 @pytest.mark.parametrize(
