@@ -20,12 +20,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import fnmatch
+import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +55,7 @@ OF_GPTS = (  # options that only models of `fastpar train` have
     *("n_layer", "n_head", "n_embd", "vocab_size", "n_expert", "expert_top_k", "expert_hidden"),
     *("pp", "tp_grid", "optimizer", "fp8", "measure"),
 )
+_replaced = functools.partial(mock.patch.object, create=True)
 _STYLES = {  # of transformers
     **{"colwise": Column(), "rowwise": Row(), "embedding_rowwise": Vocab()},
     **dict.fromkeys(("colwise_gather_output", "colwise_rep"), Head()),
@@ -270,21 +273,6 @@ class FolderModel:
         shapes = tuple(tuple(p.shape) for p in params)
         names = tuple(inside.get(p, "") for p in params)
         return GPTBuckets(shapes, names, layout, 1, DTYPES[setup.grad_dtype].itemsize, (0, 0))
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute meanwhile."""
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 def _drop(p: Any) -> None:
