@@ -64,6 +64,31 @@ struct RoundArray {
   }
 };
 
+// kernels/lists.py swap(): the entries of many dicts in one call.
+void swap(const py::list& uses, const py::sequence& before, const py::sequence& after,
+          const py::sequence& which) {
+  const auto at = [](const py::handle& x, Py_ssize_t i) {
+    py::object item = py::reinterpret_steal<py::object>(PySequence_GetItem(x.ptr(), i));
+    if (!item) throw py::error_already_set();
+    return item;
+  };
+  for (const py::handle use : uses) {
+    const auto each = py::reinterpret_borrow<py::tuple>(use);
+    const py::object table = each[0], name = each[1];
+    const Py_ssize_t i = PyLong_AsSsize_t(each[2].ptr());
+    if (i < 0 || !PyDict_Check(table.ptr())) throw py::type_error("_C.swap: expected uses");
+    if (at(which, i).ptr() != Py_True) continue;
+    PyObject* const found = PyDict_GetItemWithError(table.ptr(), name.ptr());
+    if (found != nullptr && found == at(before, i).ptr()) {
+      if (PyDict_SetItem(table.ptr(), name.ptr(), at(after, i).ptr())) {
+        throw py::error_already_set();
+      }
+    } else if (PyErr_Occurred()) {
+      throw py::error_already_set();
+    }
+  }
+}
+
 void bind_ops(py::module_& m) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   m.def("isa", &isa_name);
@@ -72,6 +97,7 @@ void bind_ops(py::module_& m) {
   m.def("cpu_is_intel", &cpu_is_intel);
   m.def("set_isa", &set_isa);
   m.def("keep_freed_memory", &keep_freed_memory);
+  m.def("swap", &swap);
   m.def(
       "gemm",
       [](const View& a, const View& b, const View& c, bool accumulate, const Memory& bias,

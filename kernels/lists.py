@@ -42,9 +42,21 @@ def are_at(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     )  # fmt: skip
 
 
-def copy_(to: list[Tensor], source: list[Tensor]) -> None:
-    """to[i].copy_(source[i]) for each i."""
-    if _C is None:
-        torch._foreach_copy_(to, source)
-    else:
-        torch.ops.fastpar._copy_.default(to, source)
+def copy_into(flat: Tensor, starts: Sequence[int], source: Sequence[Tensor]) -> None:
+    """Copy each tensor into a contiguous buffer, from its own start on."""
+    if _C is not None:
+        torch.ops.fastpar._copy_into_.default(flat, starts, source)
+        return
+    ends = (start + x.numel() for start, x in zip(starts, source))
+    views = [flat[start:end].view(x.shape) for start, end, x in zip(starts, ends, source)]
+    torch._foreach_copy_(views, list(source))
+
+
+def swap(uses: list[tuple[dict[str, Any], str, int]], old: Any, new: Any, which: Any) -> None:
+    """table[name] = new[i] for each use (table, name, i) for which which[i], where it is old[i]."""
+    if _C is not None:
+        _C.swap(uses, old, new, which)
+        return
+    for table, name, i in uses:
+        if which[i] and table.get(name) is old[i]:
+            table[name] = new[i]

@@ -47,7 +47,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -232,8 +232,10 @@ class _Node(torch.autograd.Function):
         return None, None
 
 
-def _hooks_of(p: Any) -> tuple[int, int]:
-    return len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ())
+def _hooks_of(params: Iterable[Any]) -> list[tuple[int, int]]:
+    return [
+        (len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ())) for p in params
+    ]
 
 
 class Storage:
@@ -375,6 +377,7 @@ class BucketState:
         self._hooks: list[tuple[int, int]] = []
         self._outputs: tuple[Tensor, ...] = ()  # of its node
         self._usable: list[bool] = []  # which of them forwards may use
+        self._all = [True] * len(params)
         self._stream: Any = None
         self._lent = False
         self.node_is_due = False  # a forward since the last step used outputs of its node
@@ -386,7 +389,8 @@ class BucketState:
         self.casts = self.grad_dtype != spec.dtype
         self.shows_grad = not (stage.shards or self.casts)
         self.grad: Tensor | None = None
-        self.grad_views: list[Tensor] = []
+        self._starts = [s.start for s in self.slots]
+        self._grad_views: list[Tensor] | None = None
         if not stage.frees_gradients:
             self._set_grad(self._empty(groups.reduce, spec.numel, self.grad_dtype))
         self.grad_shard: Tensor | None = self._new_shard() if stage.frees_gradients else None
@@ -509,7 +513,7 @@ class BucketState:
                 none.
         """
         self._uses, self.collect, self.hides = uses, collect, self.stage.shards
-        self._hooks = [_hooks_of(p) for p in self.params]
+        self._hooks = _hooks_of(self.params)
 
     def lend(self) -> None:
         """Give modules the outputs of its node, now or when it is live, until take_back(): of
@@ -523,18 +527,15 @@ class BucketState:
         stream = None if again else self._stream
         if not self._outputs or (stream and stream != torch.cuda.current_stream(stream.device)):
             self._make_node()
-        here = not self.shown or self._is_in_place()  # views of flat, if nothing has moved them
         with torch._C.DisableTorchFunctionSubclass():
-            usable = self._usable = [
-                p.requires_grad
-                and (here or lists.are_at((view,), (p,)))
-                and len(p._backward_hooks or ()) == before
-                and len(p._post_accumulate_grad_hooks or ()) == after
-                for p, view, (before, after) in zip(self.params, self.views, self._hooks)
-            ]  # fmt: skip
-        for parameters, name, position in self._uses:
-            if usable[position] and parameters.get(name) is self.params[position]:
-                parameters[name] = self._outputs[position]
+            usable = [p.requires_grad for p in self.params]
+            if (hooks := _hooks_of(self.params)) != self._hooks:
+                usable = [x and n == known for x, n, known in zip(usable, hooks, self._hooks)]
+        if self.shown and not self._is_in_place():  # something has moved them out of flat
+            pairs = zip(usable, self.params, self.views)
+            usable = [x and lists.are_at((p,), (view,)) for x, p, view in pairs]
+        self._usable = usable
+        lists.swap(self._uses, self.params, self._outputs, usable)
 
     def _make_node(self) -> None:
         """Make the node, on the current stream: its backward will run there."""
@@ -558,19 +559,9 @@ class BucketState:
         """End lend()."""
         if not self._lent:
             return
-        self._lent, moved = False, {}
-        here = lists.are_at(self._outputs, self.views)
-        for parameters, name, position in self._uses if self._outputs else ():
-            output = self._outputs[position]
-            if parameters.get(name) is output:
-                parameters[name] = self.params[position]
-                if not here and output.data_ptr() != self.views[position].data_ptr():
-                    moved[position] = output.data
-        if moved:
-            self._outputs = ()
-        for position, memory in moved.items():
-            self.show()
-            self.params[position].data = memory  # which the engine's checks refuse
+        self._lent = False
+        if self._outputs:
+            lists.swap(self._uses, self._outputs, self.params, self._all)
 
     def make_stale(self) -> None:
         """Mark parameters as out of date, at stage 3 free them; see "Stale parameters" above."""
@@ -643,16 +634,25 @@ class BucketState:
             )
         ]  # fmt: skip
 
+    def check_outputs(self) -> None:
+        """Raise RuntimeError if a forward gave a weight other memory."""
+        if self._outputs and not lists.are_at(self._outputs, self.views):
+            pairs = enumerate(zip(self._outputs, self.views))
+            i = next(i for i, (x, view) in pairs if not lists.are_at((x,), (view,)))
+            self._refuse_moved(i, self._outputs[i])
+
     def check(self) -> None:
         """Raise RuntimeError if a parameter was given other memory."""
         for position in self._moved():
-            p = self.params[position]
-            raise RuntimeError(
-                f"Engine: parameter '{self.name(position)}' left its flat buffer (now dtype="
-                f"{p.dtype}, shape={list(p.shape)}, device={p.device}); call module.to() "
-                "before fastpar.parallelize, and write values inside "
-                "`with fastpar.engine_of(model).gathered():`"
-            )
+            self._refuse_moved(position, self.params[position])
+
+    def _refuse_moved(self, position: int, now: Tensor) -> NoReturn:
+        raise RuntimeError(
+            f"Engine: parameter '{self.name(position)}' left its flat buffer (now dtype="
+            f"{now.dtype}, shape={list(now.shape)}, device={now.device}); call module.to() before "
+            "fastpar.parallelize, and write values inside "
+            "`with fastpar.engine_of(model).gathered():`"
+        )
 
     def check_grad(self, position: int, grad: Tensor) -> None:
         """Refuse sparse gradients, and gradients with a graph."""
@@ -706,11 +706,18 @@ class BucketState:
         self.reduced, self.grad_shard, self._piece_views = grads, None, None
 
     def _set_grad(self, grad: Tensor | None) -> None:
-        self.grad, self.grad_views = grad, []
+        self.grad, self._grad_views = grad, None
         if grad is not None:
             self._marked_version = grad._version
-            parts = grad.split_with_sizes(self._sizes)
-            self.grad_views = [part.view(shape) for part, shape in zip(parts[::2], self._shapes)]
+
+    @property
+    def grad_views(self) -> list[Tensor]:
+        """Each parameter's part of grad, in its shape."""
+        if self._grad_views is None:
+            assert self.grad is not None
+            parts = self.grad.split_with_sizes(self._sizes)[::2]
+            self._grad_views = [part.view(shape) for part, shape in zip(parts, self._shapes)]
+        return self._grad_views
 
     def take(self, position: int) -> bool:
         """Take a parameter's .grad into the bucket; returns arrived()."""
@@ -753,15 +760,17 @@ class BucketState:
         given = {i: grad for i, grad in enumerate(grads) if grad is not None}
         if self._are_usual(given):
             self.open_grad()
-            views = self.grad_views
-            again = [i for i in given if i in self.has]
-            first = [i for i in given if i not in self.has]
+            assert self.grad is not None
+            again = [i for i in given if i in self.has] if self.has else []
+            first = [i for i in given if i not in self.has] if again else [*given]
             if again:
+                views = self.grad_views
                 torch._foreach_add_([views[i] for i in again], [given[i] for i in again])
             if first:
-                lists.copy_([views[i] for i in first], [given[i] for i in first])
+                starts = [self._starts[i] for i in first]
+                lists.copy_into(self.grad, starts, [given[i] for i in first])
             for i in first if self.shows_grad else ():
-                self.params[i].grad = views[i]
+                self.params[i].grad = self.grad_views[i]
             self.note(*given)
         else:
             for i, grad in given.items():

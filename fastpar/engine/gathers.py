@@ -79,6 +79,7 @@ class Gathers:
     def __init__(self, units: list[list[nn.Module]], shards: Shards, engine: Any) -> None:
         buckets = [[b for b in shards.buckets if b.spec.unit == i] for i in range(len(units))]
         self._shards, self._engine, self.buckets = shards, weakref.proxy(engine), buckets
+        self._flats = [{b.flat.untyped_storage()._cdata for b in unit} for unit in buckets]
         self.frees, self.prefetch = shards.stage.frees_parameters, shards.settings.parallel.prefetch
         self._passes: defaultdict[tuple[str, object], _Pass] = defaultdict(_Pass)
         self._pass = _Pass()  # between passes nothing is launched ahead of use
@@ -414,8 +415,7 @@ class Gathers:
 
     def _look_at(self, index: int, output: Any) -> tuple[bool, bool]:
         """Put gates on an output; returns whether there are any, and whether it is a parameter."""
-        gated, shown = False, False
-        flats = {b.flat.untyped_storage()._cdata for b in self.buckets[index]}
+        gated, shown, flats = False, False, self._flats[index]
         for x in _tensors(output):
             shown = shown or (x.layout == torch.strided and x.untyped_storage()._cdata in flats)
             # A view changed in place gets another node, and the gradient passes its base's.
@@ -466,12 +466,17 @@ class Gathers:
 
 def _tensors(output: Any) -> Iterator[Tensor]:
     """The tensors of an output, also in dataclasses."""
-    for x in tree_iter(output):
-        if isinstance(x, Tensor):
-            yield x
-        elif dataclasses.is_dataclass(x) and not isinstance(x, type):
-            for field in dataclasses.fields(x):
-                yield from _tensors(getattr(x, field.name, None))
+    if isinstance(output, Tensor):
+        yield output
+    elif type(output) in (tuple, list):  # tree_iter() takes as long as a small op
+        for x in output:
+            yield from _tensors(x)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from _tensors(getattr(output, field.name, None))
+    elif output is not None:
+        for x in tree_iter(output):
+            yield from _tensors(x) if x is not output else ()
 
 
 def may_be_compiled() -> bool:

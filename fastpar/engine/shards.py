@@ -453,6 +453,7 @@ class Shards:
     def check(self) -> None:
         """Raise RuntimeError unless the model still uses its parameters in the buckets' memory."""
         for bucket in self.buckets:
+            bucket.check_outputs()
             bucket.check()
         for p, name in self.frozen.items():
             if p.requires_grad:
@@ -462,7 +463,8 @@ class Shards:
                 )
         parts = [id(p) for table in self._parameters for p in table.values()]
         for module_ref in self._modules:
-            parts += map(id, getattr(module_ref(), "_modules", {}).values())
+            if module := module_ref():
+                parts += map(id, module._modules.values())
         if parts != self._checked:
             known = self._check_parts()
             self._checked = parts if known else None

@@ -307,6 +307,8 @@ class Sharded(EngineOptimizer):
                 for each in zip(*of_runs):
                     states = [inner.state.get(x, {}) for inner, x in zip(inners, each)]
                     _compare(each, states, runs)
+                rest = [_of_no_parameter(inner) for inner in inners]
+                _compare([], rest, runs)
         return inners[0], first, before
 
     # The step
@@ -571,12 +573,20 @@ def _draws(device: torch.device, dtype: torch.dtype) -> Iterator[list[Tensor]]:
         yield each
 
 
+def _of_no_parameter(inner: torch.optim.Optimizer) -> dict[str, Any]:
+    """Numbers that an optimizer keeps in its groups, attributes and state of no parameter."""
+    rest = {str(key): value for key, value in inner.state.items() if not isinstance(key, Tensor)}
+    return {**vars(inner), **_options(inner.param_groups[0]), **rest}
+
+
 def _compare(xs: Sequence[Tensor], states: list[dict[str, Any]], runs: list[int | None]) -> None:
-    """Refuse a tensor of which other runs have other values, or state of other values."""
-    whole, *others = ({"": x, **state} for x, state in zip(xs, states))
+    """Refuse if other runs than the first have other values of a tensor (none: only state), or
+    other state."""
+    values = [{"": x} for x in xs] or [{} for _ in states]
+    whole, *others = ({**x, **state} for x, state in zip(values, states))
     for name, value in whole.items() if others else ():
         parts = [other.get(name) for other in others]
-        if isinstance(value, Tensor) and value.shape == xs[0].shape:
+        if xs and isinstance(value, Tensor) and value.shape == xs[0].shape:
             flat = [x.detach().flatten() for x in parts if isinstance(x, Tensor)]
             same = _are_equal(torch.cat(flat) if flat else None, value.detach().flatten())
         else:

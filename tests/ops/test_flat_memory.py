@@ -20,13 +20,14 @@ from fastpar.kernels import (
     dropout,
     global_norm,
     keep_mask,
+    lists,
     make_key,
     quantize_blockwise,
     sum_shards,
 )
 from fastpar.kernels import reference as ref
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins, norm_from_bins
-from fastpar.kernels.lists import are_at, copy_, rows_of
+from fastpar.kernels.lists import are_at, copy_into, rows_of, swap
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 7, 63, 127, 1000, 0, 20011)
@@ -621,16 +622,34 @@ def test_lists_are_copied_as_tensors_are():
     shapes = (3,), (2, 5), (0,), (600, 200)
     source = [*map(torch.randn, shapes), torch.randn(5, 3).t(), torch.randn(7)[::2]]
     source.append(torch.randn(4).bfloat16())
-    to = [torch.zeros(x.shape) for x in source]
-    views = [t.view(-1) for t in to]
-    versions = [t._version for t in to]
-    copy_(to, source)
-    assert_same(to, [x.float().contiguous() for x in source])
-    assert_same(views, [x.float().flatten() for x in source])
-    assert all(t._version > before for t, before in zip(to, versions))
+    for one in (source, source[:1]):
+        *starts, size = itertools.accumulate((x.numel() + 1 for x in one), initial=1)
+        flat = torch.zeros(size)
+        version, view = flat._version, flat[1:4]
+        copy_into(flat, starts, one)
+        gap = torch.zeros(1)
+        parts = [y for x in one for y in (gap, x.float().flatten())]
+        assert_same([flat], [torch.cat([*parts, gap])])
+        assert flat._version > version
+        assert view._version == flat._version
     with LoggingTensorMode(), capture_logs() as seen:
-        copy_([torch.zeros(3)], [source[0]])
+        copy_into(torch.zeros(3), [0], [source[0]])
     assert any("copy_" in line for line in seen)
+    for wrong in ([2], [-1], []):
+        with pytest.raises(ValueError, match="copy_into: expected"):
+            copy_into(torch.zeros(4), wrong, [source[0]])
+
+
+def test_entries_of_dicts_are_swapped_where_they_are_the_old_ones(monkeypatch):
+    old, new = [object() for _ in range(3)], [object() for _ in range(3)]
+    for _ in range(2):  # compiled, then in Python
+        first, second = {"a": old[0], "b": old[1]}, {"a": "another", "c": old[2]}
+        uses = [(first, "a", 0), (first, "b", 1), (second, "a", 2), (second, "c", 2)]
+        uses.append((second, "missing", 0))
+        swap(uses, old, new, [True, False, True])
+        assert first == {"a": new[0], "b": old[1]}
+        assert second == {"a": "another", "c": new[2]}
+        monkeypatch.setattr(lists, "_C", None)
 
 
 def test_lists_of_the_same_memory():

@@ -357,6 +357,15 @@ class Across(Own):
             second[:1] -= first[:1]
 
 
+class Adapts(Own):
+    """Adds up a number of the whole model, which it may use later, as D-Adaptation does."""
+
+    def update(self, p, grad, lr, state):
+        group = self.param_groups[0]
+        group["distance"] = group.get("distance", 0.0) + float(grad.abs().sum())
+        p.sub_(grad, alpha=lr)
+
+
 class Neighbours(Own):
     """Steps a parameter by another one of its size, which it keeps."""
 
@@ -409,6 +418,7 @@ NOT_ELEMENTWISE = [  # optimizer, options, what the refusal names
     (with_hook, {}, "SGD is not elementwise, as its step"),
     (Neighbours, {}, "Neighbours cannot step a part of a tensor"),
     (Across, {}, "Across is not elementwise"),
+    (Adapts, {}, "'distance' of its state is not the same"),
     (lambda params: SimpleNamespace(), {}, "expected a class of optimizers"),
 ]
 
