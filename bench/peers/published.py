@@ -223,7 +223,7 @@ def table() -> str:
         s = row.setup
         lines.append(
             f"| {row.family}: {row.name} | {s.world_size} {row.device} | "
-            f"{s.tp} x {s.pp} x {s.dp} | {s.micro_batch_size} | {row.reported:.1%} | "
+            f"{s.tp} x {s.mesh.pp} x {s.dp} | {s.micro_batch_size} | {row.reported:.1%} | "
             f"{fraction:.1%} | {fraction / row.reported - 1:+.1%} | {time.step_s:.3g} s |"
         )
     gain, ours = schedules()

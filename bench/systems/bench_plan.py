@@ -18,8 +18,8 @@ from fastpar.axes.step import Setup, Workload
 from fastpar.comm.mesh import gather_objects
 from fastpar.comm.ranks import Rank, Ranks, threads_per_rank
 from fastpar.kernels.loss.linear_cross_entropy import release_workspaces
-from fastpar.predict.measure import ShortRun, mesh_of, slowest
-from fastpar.predict.memory import StepMemory, held_bytes, predict_memory
+from fastpar.predict.measure import ShortRun, StepMemory, held_bytes, mesh_of, slowest
+from fastpar.predict.memory import predict_memory
 from fastpar.settings.model import PRESETS, GPTConfig
 
 TIME_LIMIT_S = {"cpu": 1200, "cuda": 500}
@@ -64,12 +64,12 @@ def cell_of(shape: GPTConfig, device: str, layout: Sequence[Any]) -> Cell:
 
 def title_of(workload: Workload, setup: Setup) -> str:
     shape, s = workload.shape, setup
-    parts = [f"tp {s.tp}"] * (s.tp > 1) + [f"ZeRO-{s.zero_stage}"] * (s.dp > 1)
+    parts = [f"tp {s.tp}"] * (s.tp > 1) + [f"ZeRO-{s.parallel.zero_stage}"] * (s.dp > 1)
     return (
         f"{shape.n_layer}x{shape.n_embd} T={shape.block_size}, "
         f"{s.world_size} rank{'s' * (s.world_size > 1)}{': ' * bool(parts)}{' x '.join(parts)}, "
         f"micro-batch {s.micro_batch_size} x {s.grad_accum_steps}, "
-        f"checkpointing {s.activation_checkpointing}"
+        f"checkpointing {s.recompute.activation_checkpointing}"
     )
 
 

@@ -164,9 +164,9 @@ def _bus() -> Iterator[None]:
     """A stand-in for the bus between a GPU and its host, for runs with offload."""
     real = set_up.parallelize
 
-    def made(model: Any, mesh: Any, settings: Any) -> Any:
+    def made(model: Any, mesh: Any, settings: Any, **options: Any) -> Any:
         debug = Debug(bus_gb_s=1.0, poison=True) if settings.offload.what else None
-        return real(model, mesh, settings, debug=debug)
+        return real(model, mesh, settings, debug=debug, **options)
 
     with mock.patch.object(set_up, "parallelize", made):
         yield

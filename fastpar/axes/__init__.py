@@ -1,6 +1,7 @@
 """Kinds of parallelism, one per file: the protocol of an axis, and the list of all axes.
 
-An axis defines everything about itself. All other code goes through every() and names none:
+An axis defines everything about itself. Other code goes through every(), so an added axis changes
+no other file:
 
     settings     its settings, for `fastpar train`, parallelize() and the planner
     rules        its checks of settings, and what it does not work with
@@ -40,7 +41,7 @@ from torch import Tensor, nn
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
-from fastpar.settings.fields import add_group, flat, leaves
+from fastpar.settings.fields import add_group, flat
 from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.settings.rules import add_rules
@@ -53,7 +54,7 @@ class Making:
     Args:
         mesh: the user's. debug: engine.debug.Debug.
         planned: the tp plan of a model that does not define its split: a foreign.tp_plan.Planned.
-        tell_rows: connects a model with the ranks that split its rows; None: not possible.
+        connect_rows: connects a model with the ranks that split its rows; None: not possible.
         transport: of make_collectives, as requested.
     Attributes:
         make: collectives of a process group for a role; not before cut().
@@ -69,7 +70,7 @@ class Making:
     debug: Any
     tp_plan: Any
     planned: Callable[[], Any]
-    tell_rows: Callable[..., None] | None
+    connect_rows: Callable[..., None] | None
     transport: str
     make: Callable[[Any, str], Collectives] = field(init=False)
     declared: Any = None
@@ -161,11 +162,11 @@ class Axis:
         """Bytes allocated on this rank besides those of buckets, by kind."""
         return {}
 
-    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Mapping[str, str]:
+    def header(self, setup: Setup, shape: GPTConfig) -> Mapping[str, str]:
         """Words for the lines at the start of a run, by the first word of the line, such as ranks.
 
         Args:
-            known: settings in effect by name, world_size, dp, n_shards and transport.
+            setup: the run's settings in effect.
         """
         return {}
 
@@ -183,7 +184,7 @@ class Axis:
         """Communication of a rank for this axis in an optimizer step."""
         return ()
 
-    def states(self, setup: Setup, buckets: Any, found: dict[str, float]) -> None:
+    def states(self, setup: Setup, buckets: Any, sizes: dict[str, float]) -> None:
         """Change the bytes of parameters, gradients and optimizer that stay on a rank.
 
         Args:
@@ -214,8 +215,9 @@ class Axis:
     def compared(self, setup: Setup) -> tuple[Any, ...]:
         """Key for reports: of layouts with equal keys only the best is shown. Of equally fast ones
         that with the usual values is preferred, then that with the least; see place."""
-        names = () if self.settings is None else leaves(self.settings)
-        return tuple(getattr(setup, name) for name in names)
+        if self.settings is None:
+            return ()
+        return tuple(flat(getattr(setup.parallel.more, self.name)).values())
 
     def text(self, setup: Setup) -> str:
         """Its part of a layout's name, such as "tp 2"; "" if it is off."""
@@ -268,10 +270,10 @@ def register(axis: Axis) -> None:
 @functools.cache
 def every() -> tuple[Axis, ...]:
     """All axes, by `order`."""
-    names = sorted(found.name for found in pkgutil.iter_modules(__path__))
+    names = sorted(info.name for info in pkgutil.iter_modules(__path__))
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
-    own = [module.AXIS for module in modules if hasattr(module, "AXIS")]
-    return tuple(sorted([*own, *_registered], key=lambda axis: axis.order))
+    built_in = [module.AXIS for module in modules if hasattr(module, "AXIS")]
+    return tuple(sorted([*built_in, *_registered], key=lambda axis: axis.order))
 
 
 def engine_of_parameter(p: Tensor) -> Any:

@@ -23,7 +23,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -161,13 +161,13 @@ class GPTBuckets:
 def buckets_of(workload: Workload, setup: Setup, parts: RankParts | None = None) -> GPTBuckets:
     """The buckets of a rank with these parts. Default: of the rank with most parameters."""
     if parts is None:
-        sizes = widths(workload.shape, ep=setup.ep)
+        sizes = widths(workload.shape, ep=setup.mesh.ep)
         layer = 12 * sizes["C"]
         table, experts = sizes["V"] / layer, 2 * sizes["S"] * sizes["H"] / layer - 2 / 3
 
         def weights(p: RankParts) -> float:
-            found = sum(map(len, p.layers)) + table * (p.first or p.last)
-            return found + experts * sum(map(sum, p.layers))
+            n_units = sum(map(len, p.layers)) + table * (p.first or p.last)
+            return n_units + experts * sum(map(sum, p.layers))
 
         several = parts_of(workload, setup)
         parts = max(several, key=weights) if len(several) > 1 else several[0]
@@ -176,7 +176,7 @@ def buckets_of(workload: Workload, setup: Setup, parts: RankParts | None = None)
         sum(parts.layers, ()),
         parts.first,
         parts.last,
-        (setup.tp, setup.rows if setup.tp_grid is not None else 0, setup.ep),
+        (setup.tp, setup.rows if setup.mesh.tp_grid is not None else 0, setup.mesh.ep),
         setup.dtype,
         setup.grad_dtype,
         setup.stage > 0,
@@ -240,7 +240,7 @@ def elements_of(workload: Workload, setup: Setup) -> tuple[int, float]:
 
 def gathered_bytes(setup: Setup) -> float:
     """Bytes per element of a gathered weight."""
-    form = FORMATS.get(setup.wire_weights) if setup.stage else None
+    form = FORMATS.get(setup.parallel.wires.weights or "") if setup.stage else None
     return setup.weight_bytes if form is None else min(form.bytes_per_element, setup.weight_bytes)
 
 
@@ -251,10 +251,9 @@ class Data(Axis):
     order = 60
     place = 1
 
-    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
-        names = {"ZeRO": "zero_stage", "shards": "n_shards"}
-        names |= {name: name for name in ("transport", "accumulate")}
-        return {"ranks": ", ".join(f"{word} {known[name]}" for word, name in names.items())}
+    def header(self, setup: Setup, shape: GPTConfig) -> dict[str, str]:
+        how = f"transport {setup.transport}, accumulate {setup.accumulate}"
+        return {"ranks": f"ZeRO {setup.parallel.zero_stage}, shards {setup.n_shards}, {how}"}
 
     def attach(self, making: Making, engine: Any) -> None:
         """Exchange a model's delayed fp8 scales in each step."""
@@ -263,14 +262,15 @@ class Data(Axis):
             engine.control.tally = scales
             scales.averaged = making.mesh.size("replicas", "dp", "cp")
 
-    def states(self, setup: Setup, buckets: GPTBuckets, found: dict[str, float]) -> None:
+    def states(self, setup: Setup, buckets: GPTBuckets, sizes: dict[str, float]) -> None:
         """Shards of the stage; a node's secondary shards."""
         n, stage = setup.n_shards, setup.stage
         whole, shard = buckets.padded(n), buckets.shard(n)
-        found["parameters"] = setup.weight_bytes * (shard if stage == 3 else whole)
-        if setup.secondary_shards and setup.node_size and n > setup.node_size:
-            found["parameters"] += setup.weight_bytes * whole / setup.node_size
-        found["gradients"] = setup.grad_bytes * (shard if stage >= 2 else whole)
+        sizes["parameters"] = setup.weight_bytes * (shard if stage == 3 else whole)
+        wires = setup.parallel.wires
+        if wires.secondary_shards and wires.node_size and n > wires.node_size:
+            sizes["parameters"] += setup.weight_bytes * whole / wires.node_size
+        sizes["gradients"] = setup.grad_bytes * (shard if stage >= 2 else whole)
 
     def ops(self, workload: Workload, setup: Setup) -> Iterator[Op]:
         """Copies of gradients into their buckets."""
@@ -291,12 +291,12 @@ class Data(Axis):
         reductions = n_micro if setup.accumulate == "shard" else 1
         reduced = Counter[tuple[int, str, int]]()
         gathered, again = Counter[tuple[float, str, int]](), Counter[tuple[float, str, int]]()
-        node = setup.node_size or 1
+        node = setup.parallel.wires.node_size or 1
         for kind, count in buckets_of(workload, setup).kinds.items():
             numel, ep = kind.padded(shards), kind.ep
             passes = count * (n_micro if stage == 3 else 1)
             reduced[numel, "" if kind.complete_last else "backward", ep] += reductions * count
-            inside = setup.secondary_shards
+            inside = setup.parallel.wires.secondary_shards
             sent = float(numel * gathered_bytes(setup))
             kept = numel * setup.weight_bytes
             gathered[sent, "" if kind.root else "forward", ep] += count if inside else passes
@@ -307,7 +307,8 @@ class Data(Axis):
         for (numel, under, ep), count in reduced.items():
             n_bytes, n, stride = float(numel * setup.wire_bytes), max(1, shards // ep), tp * ep
             if stage:
-                scatter = "all_to_all" if setup.wire_gradients in FORMATS else "reduce_scatter"
+                compressed = setup.parallel.wires.gradients in FORMATS
+                scatter = "all_to_all" if compressed else "reduce_scatter"
                 yield CommOp(scatter, "shard", n_bytes, n, stride, count, under)
                 part, copies = n_bytes / n, setup.data // ep // n
                 yield from _sums(setup, "copies", part, copies, stride * n, count, under)
@@ -327,15 +328,15 @@ class Data(Axis):
         data, stages = setup.data, {None: range(4), "optimizer": range(2, 4)}
         in_node = per_node // setup.tp
         shards = {n for n in (in_node, 8 * in_node) if 1 < n < data and data % n == 0}
-        if setup.pp > 1 or setup.tp_grid is not None:
+        if setup.mesh.pp > 1 or setup.mesh.tp_grid is not None:
             shards = set()
-        for stage in stages.get(setup.offload, range(3, 4)):
-            if data > 1 or stage == 0 or setup.offload is not None:
+        for stage in stages.get(setup.parallel.offload.what, range(3, 4)):
+            if data > 1 or stage == 0 or setup.parallel.offload.what is not None:
                 for shard_size in (None, *sorted(shards)) if stage else (None,):
                     yield setup.change(zero_stage=stage, shard_size=shard_size)
 
     def compared(self, setup: Setup) -> tuple[Any, ...]:
-        return setup.zero_stage, setup.shard_size
+        return setup.parallel.zero_stage, setup.parallel.shard_size
 
     def text(self, setup: Setup) -> str:
         return f"dp {setup.dp}" * (setup.dp > 1)
@@ -343,13 +344,13 @@ class Data(Axis):
     def note(self, setup: Setup) -> str:
         if not setup.stage and setup.data == 1:
             return ""
-        shards = f" in groups of {setup.shard_size}" * (setup.shard_size is not None)
-        return f"ZeRO-{setup.zero_stage}{shards}"
+        stage, n = setup.parallel.zero_stage, setup.parallel.shard_size
+        return f"ZeRO-{stage}" + f" in groups of {n}" * (n is not None)
 
 
 def _sums(setup: Setup, axis: str, *of: Any) -> Iterator[CommOp]:
     """An all-reduce of gradients; with compression, its two halves."""
-    compressed = setup.wire_gradients in FORMATS
+    compressed = setup.parallel.wires.gradients in FORMATS
     for kind in ("all_to_all", "all_gather") if compressed else ("all_reduce",):
         yield CommOp(kind, axis, *of)
 

@@ -271,9 +271,9 @@ def grid_norm_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [..., C/c] of x [..., C/c], mean and rstd of the whole rows; sums in the order of ranks."""
     grid, wide = grid_of(number), _wide(x)
-    n, mine = x.shape[-1], wide.mean(-1)
-    spread = (wide - mine[..., None]).square_().sum(-1)
-    means, spreads = grid.group.gathered(torch.stack([mine, spread])).unbind(1)
+    n, partial_mean = x.shape[-1], wide.mean(-1)
+    spread = (wide - partial_mean[..., None]).square_().sum(-1)
+    means, spreads = grid.group.gathered(torch.stack([partial_mean, spread])).unbind(1)
     mean = means.sum(0) / grid.size
     total = spreads.sum(0) + n * (means - mean).square().sum(0)
     rstd = (total / (n * grid.size) + eps).rsqrt()
@@ -288,8 +288,8 @@ def grid_norm_bwd(
     grid, wide_dy = grid_of(number), _wide(dy)
     normed = (_wide(x) - mean[..., None]).mul_(rstd[..., None])
     g = wide_dy * weight
-    mine = torch.stack([g.sum(-1), (g * normed).sum(-1)])
-    by_one, by_normed = grid.group.gathered(mine).sum(0)[..., None] / (x.shape[-1] * grid.size)
+    partial = torch.stack([g.sum(-1), (g * normed).sum(-1)])
+    by_one, by_normed = grid.group.gathered(partial).sum(0)[..., None] / (x.shape[-1] * grid.size)
     dweight, dbias = rows_of(wide_dy * normed).sum(0), rows_of(wide_dy).sum(0)
     dx = g.sub_(by_one).sub_(normed.mul_(by_normed)).mul_(rstd[..., None])
     return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
@@ -398,11 +398,11 @@ class Gridded(Axis):
 
     def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
         """Activations along the row, weights along the column."""
-        if setup.tp_grid is None:
+        if setup.mesh.tp_grid is None:
             return
         shape, c, r, n_micro = workload.shape, setup.tp, setup.rows, setup.grad_accum_steps
         n, width, item = setup.tokens_of_rank(workload), shape.n_embd, setup.weight_bytes
-        layers, full = shape.n_layer, setup.activation_checkpointing == "full"
+        layers, full = shape.n_layer, setup.recompute.activation_checkpointing == "full"
         passes, forwards = n_micro * layers, 2 if full else 1
         parts, sizes, split = block_parts(shape), widths(shape, c), split_products(shape)
         columns, steps = sum(by_columns for _, by_columns in split), 2 * n_micro
@@ -419,7 +419,7 @@ class Gridded(Axis):
         yield row(
             "reduce_scatter", passes * ((len(split) - columns) * forwards + columns) + 2 * n_micro
         )
-        norms = forwards + 1 + (setup.activation_checkpointing == "selective")
+        norms = forwards + 1 + (setup.recompute.activation_checkpointing == "selective")
         many = sum(part.op == "layer_norm" for part in parts)
         yield row("all_gather", many * passes * norms + 2 * n_micro, 2 * wide * n * c)
         chunks = -(-n // default_chunk_rows(n, width, sizes["V"], setup.device_type))
@@ -436,12 +436,12 @@ class Gridded(Axis):
             for some, n in ((parts, 1), (last_parts(shape), 1), (first_parts(shape)[1:], 2))
         )
         partial = sum(positions) + sum(ends) + layers * sum(vectors)
-        mine = partial * setup.grad_bytes / setup.n_shards
-        yield column("all_reduce", n_micro if setup.stage == 0 else 1, mine)
+        grad_bytes = partial * setup.grad_bytes / setup.n_shards
+        yield column("all_reduce", n_micro if setup.stage == 0 else 1, grad_bytes)
         yield CommOp("all_reduce", "tp", wide, r * setup.depth, c, n_micro, "")  # the loss
 
-    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
-        grid = known["tp_grid"]
+    def header(self, setup: Setup, shape: GPTConfig) -> dict[str, str]:
+        grid = setup.mesh.tp_grid
         return {"ranks": f"grid {grid} (samples by rows, features by columns)"} if grid else {}
 
     def split(self, making: Making) -> None:
@@ -471,7 +471,8 @@ class Gridded(Axis):
     def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
         """Grids of at least two rows and columns; the ranks of a row share a node."""
         yield setup
-        if setup.tp_grid is not None or setup.pp > 1 or setup.offload is not None:
+        mesh = setup.mesh
+        if mesh.tp_grid is not None or mesh.pp > 1 or setup.parallel.offload.what is not None:
             return
         if not workload.shape.is_gpt2:
             return
@@ -482,18 +483,18 @@ class Gridded(Axis):
                     yield setup.change(tp_grid=f"{rows}x{columns}")
 
     def compared(self, setup: Setup) -> tuple[Any, ...]:
-        return (setup.tp_grid,)
+        return (setup.mesh.tp_grid,)
 
     def text(self, setup: Setup) -> str:
-        return "" if setup.tp_grid is None else f"grid {setup.tp_grid}"
+        return "" if setup.mesh.tp_grid is None else f"grid {setup.mesh.tp_grid}"
 
     def check(self, command: Any, workload: Workload) -> None:
         """Refuse grids that the trainer or the search does not support, or with wrong sizes."""
         if command.tp_grid in (None, "none"):
             return
         names = ("optimizer", "moment_dtype", "fp8", "tp_grid", "n_expert")
-        given = {name: getattr(command, name) for name in names}
-        values = {**DEFAULTS, **given, "pp": command.pp or 1, **of_shape(workload.shape)}
+        sizes = {name: getattr(command, name) for name in names}
+        values = {**DEFAULTS, **sizes, "pp": command.pp or 1, **of_shape(workload.shape)}
         check("plan", values, ("tp_grid",))
         grid = parse_grid(command.tp_grid)
         assert grid is not None

@@ -63,12 +63,12 @@ IN_FLIGHT = 3  # buckets whose gradients may be in flight to the host
 
 def can_offload(setup: Setup) -> bool:
     """Whether device and optimizer support offload."""
-    return setup.device_type == "cuda" and setup.optimizer == "adamw"
+    return setup.device_type == "cuda" and setup.optim.optimizer == "adamw"
 
 
 def going_down(setup: Setup, buckets: Any) -> float:
     """Bytes of reduced gradients in flight to the host; those of earlier micro-batches stay."""
-    if setup.offload is None:
+    if setup.parallel.offload.what is None:
         return 0.0
     whole = buckets.grad_bytes * buckets.elements / setup.n_shards
     if setup.grad_accum_steps > 1 and setup.accumulate == "shard":
@@ -109,12 +109,13 @@ class Offloaded(Axis):
             poison=debug.poison,
         )
 
-    def states(self, setup: Setup, buckets: Any, found: dict[str, float]) -> None:
+    def states(self, setup: Setup, buckets: Any, sizes: dict[str, float]) -> None:
         """On the host: state, gradients if the stage frees them, parameters if requested."""
-        if setup.offload is not None:
-            found["optimizer"] = min(found["optimizer"], setup.offload_keep_mb * 2**20)
-            found["gradients"] *= setup.stage < 2
-            found["parameters"] *= setup.offload != "parameters"
+        offload = setup.parallel.offload
+        if offload.what is not None:
+            sizes["optimizer"] = min(sizes["optimizer"], offload.keep_mb * 2**20)
+            sizes["gradients"] *= setup.stage < 2
+            sizes["parameters"] *= offload.what != "parameters"
 
     def describe(self, shards: Any) -> Iterable[str]:
         return [f"offload: {shards.storage.describe()}"] if shards.storage.steps_later else ()
@@ -124,14 +125,15 @@ class Offloaded(Axis):
             yield setup.change(offload=what)
 
     def compared(self, setup: Setup) -> tuple[Any, ...]:
-        return (setup.offload,)
+        return (setup.parallel.offload.what,)
 
     def note(self, setup: Setup) -> str:
-        return "" if setup.offload is None else f"{setup.offload} on the host"
+        what = setup.parallel.offload.what
+        return "" if what is None else f"{what} on the host"
 
     def host_bytes(self, workload: Workload, setup: Setup) -> float:
         """State, and pinned memory for the bus."""
-        if setup.offload is None:
+        if setup.parallel.offload.what is None:
             return 0.0
         each = setup.state_bytes + setup.weight_bytes + setup.grad_bytes
         return stepped_elements(workload, setup) * each
@@ -310,10 +312,10 @@ class Offload:
         """The bins of some of its gradients, on their present device."""
         each = bucket.all_pieces()
         pieces = [(each[i].grad, self._counts(bucket.params[i])) for i in positions]
-        found = [(grad, counts) for grad, counts in pieces if grad is not None and grad.numel()]
-        device = found[0][0].device if found else bucket.device
+        present = [(grad, counts) for grad, counts in pieces if grad is not None and grad.numel()]
+        device = present[0][0].device if present else bucket.device
         none = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)
-        return norm_bins([g for g, _ in found], counted=[c for _, c in found], out=none)
+        return norm_bins([g for g, _ in present], counted=[c for _, c in present], out=none)
 
     def norm_bins(self, params: Iterable[Tensor]) -> Tensor:
         """The bins of these parameters' gradients on this rank, on the device.
@@ -324,21 +326,21 @@ class Offload:
         params = set(params)
         total = torch.zeros(NORM_WORDS, dtype=torch.int64, device=self._device)
         for bucket in self._buckets:
-            mine = [i for i, p in enumerate(bucket.params) if p in params]
-            if not mine or (bucket.reduced is None and bucket.stage.shards):
+            indices = [i for i, p in enumerate(bucket.params) if p in params]
+            if not indices or (bucket.reduced is None and bucket.stage.shards):
                 continue
             bins = self._bins.get(bucket)
-            if bins is None or len(mine) < len(bucket.params):
+            if bins is None or len(indices) < len(bucket.params):
                 if bucket.stage.shards:
                     self._arrived(bucket)
-                bins = self._bins_of(bucket, mine)
+                bins = self._bins_of(bucket, indices)
             total += bins.to(self._device)
         return total
 
     # The step
 
     def step(
-        self, optimizer: Any, rows: list[Any], factor: Tensor | None, found: Tensor | None
+        self, optimizer: Any, rows: list[Any], factor: Tensor | None, found_inf: Tensor | None
     ) -> list[Any]:
         """Begin the host's step of its rows; returns the rows that the device steps.
 
@@ -354,7 +356,7 @@ class Offload:
             if not bucket.stage.shards:  # piece() refers to gradients on the device
                 row = row._replace(grad=bucket.slot_of(self.grads[bucket], position))
             of[bucket].append(row)
-        if found is not None and found.item() != 0:
+        if found_inf is not None and found_inf.item() != 0:
             for bucket in self.order:
                 self._arrived(bucket)
             return others
@@ -416,24 +418,24 @@ class Offload:
             self._stepping[bucket].wait()
             del self._stepping[bucket]
 
-    def gather(self, bucket: State, group: Collectives | None, own: Tensor) -> Handle:
+    def gather(self, bucket: State, group: Collectives | None, shard: Tensor) -> Handle:
         """Begin to make its parameters whole; await_weights() and the handle's wait() end it."""
         index = bucket.spec.index
-        if bucket.stage.frees_parameters and own is not bucket.stepped:
+        if bucket.stage.frees_parameters and shard is not bucket.stepped:
             self.await_weights(bucket)  # the target was allocated in the current stream
             assert group is not None
-            return started(group.all_gather(bucket.flat, own, async_op=True, tag=index))
+            return started(group.all_gather(bucket.flat, shard, async_op=True, tag=index))
         with self._waiting(offload=True):
             self._await_step(bucket)
         ups = self._ups.setdefault(bucket, [])
-        if own is bucket.stepped:
-            own = bucket.flat[bucket.own]
-            self._reads[bucket] = self._bus.up(own, bucket.stepped)
+        if shard is bucket.stepped:
+            shard = bucket.flat[bucket.own]
+            self._reads[bucket] = self._bus.up(shard, bucket.stepped)
             ups.append(self._reads[bucket])
         if group is None or group.world_size == 1:  # the rank's own shard is the whole
             return DONE
         with self._waiting(offload=True), self._bus.behind(ups):
-            return started(group.all_gather(bucket.flat, own, async_op=True, tag=index))
+            return started(group.all_gather(bucket.flat, shard, async_op=True, tag=index))
 
     def await_weights(self, bucket: State) -> None:
         """Make the current stream wait for the copy of its new weights."""
@@ -497,7 +499,7 @@ class Host(NamedTuple):
 
 def stepped_elements(workload: Workload, setup: Setup) -> float:
     """Elements that this rank's host steps."""
-    kept = setup.offload_keep_mb * 2**20 / state_bytes(setup.weight_bytes)
+    kept = setup.parallel.offload.keep_mb * 2**20 / state_bytes(setup.weight_bytes)
     return max(0.0, sum(buckets_of(workload, setup).units) / setup.n_shards - kept)
 
 
@@ -517,7 +519,7 @@ def waiting_s(
     down_s, up_s = elements * setup.grad_bytes / bus, elements * setup.weight_bytes / bus
     stepping_s = max(elements * touched / host.bytes_per_s, up_s)
     waits = max(0.0, down_s - backward_s) + max(0.0, stepping_s - forward_s)
-    if setup.offload == "parameters":  # gathers of forward and backward read the host's shards
+    if setup.parallel.offload.what == "parameters":  # forward and backward gather the host's shards
         again = max(0.0, up_s - forward_s) + max(0.0, up_s - backward_s)
         waits += again * setup.grad_accum_steps
     return waits

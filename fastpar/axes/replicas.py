@@ -50,7 +50,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ import torch
 from torch import Tensor
 
 from fastpar.axes import Axis, engine_of_parameter
+from fastpar.axes.step import Setup
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh, first_difference, gather_objects
 from fastpar.comm.transports import TorchCollectives
@@ -112,8 +113,8 @@ class Outer:
     ) -> None:
         self._params = _params_of(optimizer)
         engines = {id(e): e for e in map(engine_of_parameter, self._params) if e is not None}
-        given = {"outer_every": every, "outer_lr": lr, "outer_momentum": momentum}
-        check("Outer", given)
+        values = {"outer_every": every, "outer_lr": lr, "outer_momentum": momentum}
+        check("Outer", values)
         if wire not in OF_GRADIENTS:
             raise ValueError(
                 f"Outer: expected wire to be one of {', '.join(OF_GRADIENTS)}, got wire={wire}; "
@@ -142,10 +143,10 @@ class Outer:
             mesh = self.engine.mesh
             settings = f"every={every} lr={lr} momentum={momentum} wire={wire} elements={n}"
             everyone = gather_objects(settings, mesh.outer_group)
-            replica, found, expected = first_difference([[each] for each in everyone])
+            replica, got, expected = first_difference([[each] for each in everyone])
             if replica >= 0:
                 raise ValueError(
-                    f"Outer: replicas differ: '{found}' on replica {replica}, '{expected}' on "
+                    f"Outer: replicas differ: '{got}' on replica {replica}, '{expected}' on "
                     "replica 0; start all with the same settings"
                 )
             self._group = TorchCollectives(
@@ -198,18 +199,18 @@ class Outer:
         weight.copy_(new)
         self._write(values, new)
 
-    def _mean(self, mine: Tensor, group: Collectives) -> Tensor:
+    def _mean(self, delta: Tensor, group: Collectives) -> Tensor:
         """The mean of the replicas' weights."""
         began = self._now()
         weight, form = self._flats[WEIGHT], self._form
-        x = (mine if form is None else mine - weight).to(group.device)
+        x = (delta if form is None else delta - weight).to(group.device)
         if form is not None:
             group = CompressedSums(group, form, Worker(group), key=(0, group.rank))
             group.calls = self.steps // self.every - 1
         self.sent_bytes += group.sent_bytes("all_reduce", x.nbytes, x.numel())
         with waiting("the exchange of replicas"):
             group.all_reduce(x, mean=True)
-        mean = x.to(mine.device)
+        mean = x.to(delta.device)
         if form is not None:
             mean += weight
         self.waited_s += self._now() - began
@@ -254,8 +255,8 @@ class Outer:
             entries = self.optimizer.state.get(p)
             if not entries:
                 continue
-            mine = {name: views[i] for name, views in flats.items()}
-            for name, view in {**mine, STEPS: self._steps}.items():
+            entry = {name: views[i] for name, views in flats.items()}
+            for name, view in {**entry, STEPS: self._steps}.items():
                 if name in entries and entries[name].data_ptr() != view.data_ptr():
                     view.copy_(entries[name])
                 entries[name] = view
@@ -316,8 +317,8 @@ class Replicas(Axis):
     name = "replicas"
     order = 10
 
-    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
-        replicas, steps = known["replicas"], known["outer_every"]
+    def header(self, setup: Setup, shape: GPTConfig) -> dict[str, str]:
+        replicas, steps = setup.mesh.replicas, setup.optim.outer_every
         return {"ranks": f"replicas {replicas}, averaged every {steps} steps"} if steps else {}
 
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from fastpar.comm.wires import FORMATS
 from fastpar.files.tensor_file import DTYPES
 from fastpar.settings.config import TrainConfig
-from fastpar.settings.fields import changed, leaves
+from fastpar.settings.fields import changed, flat, leaves
 from fastpar.settings.mesh import parse_grid, pp_chunks, pp_split
 from fastpar.settings.model import GPTConfig, count_parameters
-from fastpar.settings.options import ModelSettings, RecomputeSettings, TrainFlags
+from fastpar.settings.options import ModelSettings, OptimSettings, RecomputeSettings, TrainFlags
 from fastpar.settings.parallel import MeshSettings, Parallel
 from fastpar.sharding.layout import default_bucket_mb
 
@@ -55,8 +54,8 @@ class Workload:
 class Setup:
     """One way to train a workload: the effective settings of a run on world_size ranks.
 
-    Each setting of `fastpar train` is an attribute with its own name: setup.zero_stage. Settings
-    that a run decides, or omits, have their effective value: none is "auto".
+    Settings are read where they stand: setup.parallel.zero_stage, setup.flags.system.fp8. What a
+    run decides, or omits, is an attribute with the effective value, never "auto": setup.dtype.
 
     Args:
         flags: the settings; those in `settings` override them.
@@ -81,33 +80,53 @@ class Setup:
         if type(flags) is not TrainFlags:  # a TrainConfig would check each change
             flags = TrainFlags(**({} if flags is None else vars(flags)))
         flags = changed(flags, settings, "Setup") if settings else flags
-        found = {"world_size": world_size, "device_type": device_type, "transport": transport}
-        vars(self).update(found, flags=flags)
+        facts = {"world_size": world_size, "device_type": device_type, "transport": transport}
+        vars(self).update(facts, flags=flags)
 
-    def __getattr__(self, name: str) -> Any:
-        leaf = leaves(TrainFlags).get(name)
-        if leaf is None:
-            raise AttributeError(name)
-        value = vars(self)[name] = attrgetter(".".join(leaf.path))(self.flags)  # kept
-        return value
+    @property
+    def mesh(self) -> MeshSettings:
+        return self.flags.mesh
+
+    @property
+    def parallel(self) -> Parallel:
+        return self.flags.parallel
+
+    @property
+    def optim(self) -> OptimSettings:
+        return self.flags.optim
+
+    @property
+    def recompute(self) -> RecomputeSettings:
+        return self.flags.recompute
 
     def change(self, **values: Any) -> Setup:
-        """A copy with some settings, or fields, changed."""
-        names = ("world_size", "flags", "device_type", "transport")
-        return Setup(**{**{name: getattr(self, name) for name in names}, **values})
+        """A copy with some settings, or facts, changed."""
+        facts = {"world_size": self.world_size, "device_type": self.device_type}
+        facts |= {"flags": self.flags, "transport": self.transport}
+        return Setup(**{**facts, **values})
 
     def in_effect(self) -> dict[str, Any]:
         """The settings of the layout by name, as in `fastpar plan --json`."""
-        groups = (MeshSettings, Parallel, RecomputeSettings)
-        names = [name for group in groups for name in leaves(group)]
-        names += ["micro_batch_size", "optimizer", "dtype", "master_weights", "moment_dtype", "ema"]
-        names += ["fp8", "fp8_scaling", "fp8_emulate", "world_size", "device_type"]
-        return {name: getattr(self, name) for name in names}
+        optim, system = self.optim, self.flags.system
+        return {
+            **flat(self.mesh),
+            **flat(self.parallel),
+            **flat(self.recompute),
+            **{"tp": self.tp, "chunks": self.chunks, "pp_split": self.pp_split},
+            **{"grad_accum_steps": self.grad_accum_steps, "accumulate": self.accumulate},
+            **{"grad_dtype": self.grad_dtype, "reduce_dtype": self.reduce_dtype},
+            **{"sequence_parallel": self.sequence_parallel, "transport": self.transport},
+            **{"micro_batch_size": self.micro_batch_size, "optimizer": optim.optimizer},
+            **{"dtype": self.dtype, "master_weights": self.master_weights, "ema": optim.ema},
+            **{"moment_dtype": optim.moment_dtype, "fp8": system.fp8},
+            **{"fp8_scaling": system.fp8_scaling, "fp8_emulate": system.fp8_emulate},
+            **{"world_size": self.world_size, "device_type": self.device_type},
+        }
 
     def workload(self, shape: GPTConfig) -> Workload:
         """The workload of a run with these settings, for each replica."""
-        shape = replace(shape, block_size=self.block_size or shape.block_size)
-        return Workload(shape, self.batch_size // self.replicas)
+        shape = replace(shape, block_size=self.flags.shape.block_size or shape.block_size)
+        return Workload(shape, self.flags.text.batch_size // self.mesh.replicas)
 
     def config(self, workload: Workload) -> TrainConfig:
         """The run's settings.
@@ -126,17 +145,17 @@ class Setup:
     @cached_property
     def tp(self) -> int:
         """Ranks that split each layer; of a grid, its columns."""
-        grid = parse_grid(self.tp_grid)
-        return self.flags.mesh.tp if grid is None else grid[1]
+        grid = parse_grid(self.mesh.tp_grid)
+        return self.mesh.tp if grid is None else grid[1]
 
     @cached_property
     def chunks(self) -> int:
-        return pp_chunks(self.schedule, self.flags.parallel.pipeline.chunks)
+        return pp_chunks(self.parallel.pipeline.schedule, self.parallel.pipeline.chunks)
 
     @cached_property
     def pp_split(self) -> tuple[int, ...] | None:
         """Layers on each of the pp * chunks stages; None: by their FLOPs."""
-        split = pp_split(self.flags.parallel.pipeline.split)
+        split = pp_split(self.parallel.pipeline.split)
         return None if split is None else tuple(split)
 
     @cached_property
@@ -146,12 +165,12 @@ class Setup:
 
     @cached_property
     def grad_accum_steps(self) -> int:
-        value = self.flags.parallel.grad_accum_steps
+        value = self.parallel.grad_accum_steps
         return 1 if value is None else value
 
     @cached_property
     def accumulate(self) -> str:
-        return self.flags.parallel.accumulate or ("full" if self.zero_stage < 2 else "shard")
+        return self.parallel.accumulate or ("full" if self.parallel.zero_stage < 2 else "shard")
 
     @cached_property
     def dtype(self) -> str:
@@ -160,43 +179,43 @@ class Setup:
 
     @cached_property
     def grad_dtype(self) -> str:
-        return self.flags.parallel.precision.grad_dtype or "fp32"
+        return self.parallel.precision.grad_dtype or "fp32"
 
     @cached_property
     def reduce_dtype(self) -> str:
-        return self.flags.parallel.precision.reduce_dtype or self.grad_dtype
+        return self.parallel.precision.reduce_dtype or self.grad_dtype
 
     @cached_property
     def sequence_parallel(self) -> bool:
-        return self.flags.parallel.sequence_parallel is not False
+        return self.parallel.sequence_parallel is not False
 
     @cached_property
     def master_weights(self) -> str:
         """none, full or remainder."""
-        if self.weight_bytes > 2 or self.stochastic_rounding:
+        if self.weight_bytes > 2 or self.optim.stochastic_rounding:
             return "none"
-        value = self.flags.optim.master_weights
+        value = self.optim.master_weights
         return "full" if value == "auto" else value
 
     @cached_property
     def dp(self) -> int:
         """Ranks, or groups of tp * cp * pp ranks, that compute different sequences."""
-        return self.data // (self.cp * self.depth)
+        return self.data // (self.mesh.cp * self.depth)
 
     @cached_property
     def data(self) -> int:
         """Ranks, or groups of tp * pp ranks, with the same weights and different tokens."""
-        return self.world_size // (self.tp * self.rows * self.pp)
+        return self.world_size // (self.tp * self.rows * self.mesh.pp)
 
     @cached_property
     def rows(self) -> int:
         """Rows of the grid of ranks, whose columns are tp; 1 without a grid."""
-        return (parse_grid(self.tp_grid) or (1,))[0]
+        return (parse_grid(self.mesh.tp_grid) or (1,))[0]
 
     @cached_property
     def depth(self) -> int:
         """Number of grids over which a batch is split."""
-        return (*(parse_grid(self.tp_grid) or (1, 1)), 1)[2]
+        return (*(parse_grid(self.mesh.tp_grid) or (1, 1)), 1)[2]
 
     @property
     def samples_of_rank(self) -> int:
@@ -206,29 +225,33 @@ class Setup:
     @cached_property
     def n_shards(self) -> int:
         """Ranks that shard one replica."""
-        return min(self.data, self.shard_size or self.data) if self.zero_stage else 1
+        shards = min(self.data, self.parallel.shard_size or self.data)
+        return shards if self.parallel.zero_stage else 1
 
     def tokens_of_rank(self, workload: Workload) -> int:
         """Tokens of a micro-batch on a rank, before tp splits them."""
         if self.by_keys:  # two chunks of each row
-            return 2 * self.micro_batch_size * -(-workload.seq_len // (2 * self.cp))
-        return -(-self.micro_batch_size * workload.seq_len // (self.cp * self.rows * self.depth))
+            return 2 * self.micro_batch_size * -(-workload.seq_len // (2 * self.mesh.cp))
+        ranks = self.mesh.cp * self.rows * self.depth
+        return -(-self.micro_batch_size * workload.seq_len // ranks)
 
     @cached_property
     def by_keys(self) -> bool:
         """Whether ranks of cp attend all heads of their own tokens."""
-        return self.cp > 1 and self.cp_method == "keys"
+        return self.mesh.cp > 1 and self.parallel.cp_method == "keys"
 
     @cached_property
     def stage(self) -> int:
         """The stage in effect: 0 without ranks to shard over, unless offload is on."""
-        return self.zero_stage if self.n_shards > 1 or self.offload is not None else 0
+        shards = self.n_shards > 1 or self.parallel.offload.what is not None
+        return self.parallel.zero_stage if shards else 0
 
     @cached_property
     def bucket_bytes(self) -> float:
         """The cap of a bucket."""
         usual = default_bucket_mb(self.data, self.transport if self.data > 1 else "none")
-        return (usual if self.bucket_mb is None else self.bucket_mb) * 2**20
+        size = self.parallel.bucket_mb
+        return (usual if size is None else size) * 2**20
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -242,7 +265,7 @@ class Setup:
     @property
     def wire_bytes(self) -> float:
         """Bytes per element of a gradient that is sent."""
-        form = FORMATS.get(self.wire_gradients)
+        form = FORMATS.get(self.parallel.wires.gradients)
         return DTYPES[self.reduce_dtype].itemsize if form is None else form.bytes_per_element
 
     @property
@@ -251,8 +274,9 @@ class Setup:
 
         Matrices of muon have 4 less: see predict_states().
         """
-        moments = 2 * DTYPES[self.moment_dtype].itemsize if self.optimizer != "adafactor" else 0
-        moments += 4 if self.ema else 0
+        optim, factored = self.optim, self.optim.optimizer == "adafactor"
+        moments = 0 if factored else 2 * DTYPES[optim.moment_dtype].itemsize
+        moments += 4 if optim.ema else 0
         return moments + {"none": 0, "full": 4, "remainder": 2}[self.master_weights]
 
 

@@ -31,12 +31,12 @@ def code_bytes(setup: Setup) -> tuple[float, float]:
     gradients = setup.grad_bytes + 2 * setup.wire_bytes + 8  # decoded, then summed
     sent = gathered_bytes(setup)
     weights = (2 * setup.weight_bytes + 2 * sent) * (sent < setup.weight_bytes)
-    return (gradients if setup.wire_gradients in FORMATS else 0.0), weights
+    return (gradients if setup.parallel.wires.gradients in FORMATS else 0.0), weights
 
 
 def message_bytes(setup: Setup) -> float:
     """Bytes per element of a bucket in flight, besides the gradient: messages, decoded ones."""
-    if setup.data == 1 and setup.offload is None:
+    if setup.data == 1 and setup.parallel.offload.what is None:
         return 0.0
     if code_bytes(setup)[0]:
         return 2 * setup.wire_bytes + 4
@@ -49,10 +49,10 @@ class Wires(Axis):
     name = "wires"
     order = 70
 
-    def states(self, setup: Setup, buckets: GPTBuckets, found: dict[str, float]) -> None:
+    def states(self, setup: Setup, buckets: GPTBuckets, sizes: dict[str, float]) -> None:
         """A rank's own weights, kept besides the gathered ones."""
         if setup.stage in (1, 2) and code_bytes(setup)[1]:
-            found["parameters"] += setup.weight_bytes * buckets.shard(setup.n_shards)
+            sizes["parameters"] += setup.weight_bytes * buckets.shard(setup.n_shards)
 
     def plan(self, making: Making) -> None:
         """Refuse dtypes that formats do not support; choose a transport that does."""

@@ -82,9 +82,9 @@ def find_folders(caller: str, folder: str | Path) -> list[Path]:
         ) from error
     if names & {MANIFEST, WEIGHTS_FILE, INDEX_FILE}:
         return [folder]
-    found = list_checkpoints(folder)
-    if found:
-        return found
+    checkpoints = list_checkpoints(folder)
+    if checkpoints:
+        return checkpoints
     real = folder.resolve()
     if is_step_name(real.name) and real.parent.name == "checkpoints":
         return [folder]
@@ -287,12 +287,12 @@ def _export_folder(source: Path, to: Path, dtype: torch.dtype | None, average: b
     if config.get("model_type") in (EXPERTS, OWN):
         check_dense("fastpar export", config.get("n_expert", 1))
     if config.get("model_type") == OWN:
-        with tempfile.TemporaryDirectory(dir=to.parent, prefix=f"{to.name}.") as own:
-            _write_folder(source, Path(own) / "own", manifest, states, config, dtype, average)
+        with tempfile.TemporaryDirectory(dir=to.parent, prefix=f"{to.name}.") as folder:
+            _write_folder(source, Path(folder) / "own", manifest, states, config, dtype, average)
             ids: dict[str, Any] = {
                 f"{end}_token_id": config.get(f"{end}_token_id") for end in ("bos", "eos")
             }
-            save_hf(load_hf(Path(own) / "own"), to, **ids)
+            save_hf(load_hf(Path(folder) / "own"), to, **ids)
         for name in _texts(source, manifest):
             if name != CONFIG:
                 shutil.copyfile(source / name, to / name)

@@ -112,17 +112,17 @@ def hasher(digest: str = "") -> tuple[str, Any]:
 
 def digest_of(raw: Any) -> str:
     """The digest of some bytes; releases the interpreter's lock."""
-    name, found = hasher()
-    found.update(raw)
-    return f"{name}:{found.hexdigest()}"
+    name, digest = hasher()
+    digest.update(raw)
+    return f"{name}:{digest.hexdigest()}"
 
 
 def by_key(entries: Iterable[TensorEntry]) -> dict[str, list[TensorEntry]]:
     """Name of each tensor -> its pieces."""
-    found: dict[str, list[TensorEntry]] = {}
+    pieces: dict[str, list[TensorEntry]] = {}
     for entry in entries:
-        found.setdefault(entry.key, []).append(entry)
-    return found
+        pieces.setdefault(entry.key, []).append(entry)
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def check_complete(manifest: Manifest) -> None:
     for name, entry in manifest.files.items():
         if entry.size != nbytes[name]:
             raise ValueError(f"{name} has {entry.size} bytes, its tensors {nbytes[name]}")
-    for key, found in (*by_key(manifest.weights).items(), *by_key(manifest.optimizer).items()):
-        problem = check_cover([piece.runs for piece in found], math.prod(found[0].shape))
+    for key, pieces in (*by_key(manifest.weights).items(), *by_key(manifest.optimizer).items()):
+        problem = check_cover([piece.runs for piece in pieces], math.prod(pieces[0].shape))
         if problem is not None:
             raise ValueError(f"pieces of {shown(key)} with {problem}")

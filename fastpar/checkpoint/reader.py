@@ -184,8 +184,8 @@ class TensorReader:
         """
         digest, left = hasher(entry.digest)[1], entry.nbytes if entry.digest else 0
         block = np.empty(min(BLOCK_BYTES, left), np.uint8)
-        for at in range(0, left, BLOCK_BYTES):
-            self._read(entry, at, block[: left - at], digest)
+        for offset in range(0, left, BLOCK_BYTES):
+            self._read(entry, offset, block[: left - offset], digest)
         if entry.digest and not entry.digest.endswith(f":{digest.hexdigest()}"):
             raise ValueError(_DIFFERS)
 
@@ -232,12 +232,12 @@ class TensorReader:
         self._note(entry, digest)
 
     def gather(
-        self, found: list[TensorEntry], runs: list[Run], out: Tensor | None = None
+        self, entries: list[TensorEntry], runs: list[Run], out: Tensor | None = None
     ) -> Tensor:
         """The elements of some runs from the pieces that hold them; holes are 0.
 
         Args:
-            found: pieces of one tensor.
+            entries: pieces of one tensor.
             runs: the elements to read.
             out: flat, contiguous, on the CPU; used if it has the right size and dtype.
         Returns:
@@ -245,18 +245,18 @@ class TensorReader:
         Raises:
             ValueError: a file cannot be read; names it and the tensor.
         """
-        dtype, numel = STORED[found[0].dtype], numel_of(runs)
+        dtype, numel = STORED[entries[0].dtype], numel_of(runs)
         if out is None or out.dtype != dtype or out.numel() != numel:
             out = torch.empty(numel, dtype=dtype, device="cpu")
         raw, size = bytes_of(out), dtype.itemsize
-        if list(found[0].runs) == runs and all(run.start != HOLE for run in runs):
-            self._fill(found[0], np.array([[0, 0, raw.nbytes]]), raw)  # the piece as saved
+        if list(entries[0].runs) == runs and all(run.start != HOLE for run in runs):
+            self._fill(entries[0], np.array([[0, 0, raw.nbytes]]), raw)  # the piece as saved
             return out
-        mine = intervals(runs)
-        if mine[:, 1].sum() < numel:
+        wanted = intervals(runs)
+        if wanted[:, 1].sum() < numel:
             out.zero_()
-        for entry in found:
-            self._fill(entry, _joined(overlaps(mine, intervals(entry.runs))) * size, raw)
+        for entry in entries:
+            self._fill(entry, _joined(overlaps(wanted, intervals(entry.runs))) * size, raw)
         return out
 
     def _fill(self, entry: TensorEntry, rows: np.ndarray, raw: np.ndarray) -> None:
@@ -271,10 +271,10 @@ class TensorReader:
 
     def _read(self, entry: TensorEntry, start: int, into: np.ndarray, digest: Any) -> None:
         """Read bytes of a tensor from `start` on, and update the digest."""
-        at = self.places(entry.file)[entry.key].start + start
+        offset = self.places(entry.file)[entry.key].start + start
         for i in range(0, len(into), BLOCK_BYTES):
             block = into[i : i + BLOCK_BYTES].data
-            read_into(self.open(entry.file), block, at + i)
+            read_into(self.open(entry.file), block, offset + i)
             if digest is not None:
                 digest.update(block)
 

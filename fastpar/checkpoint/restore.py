@@ -115,9 +115,9 @@ def load_checkpoint(
     engine = engine_of_model(model)
     path = _linked_on_first(engine, Path(path))
     rank, n = (0, 1) if engine is None else (engine.mesh.rank, engine.mesh.world_size)
-    known = of_stages(engine, {w.key: w.name for w in list_weights(model)})[1]
+    names_of = of_stages(engine, {w.key: w.name for w in list_weights(model)})[1]
     with _errors_of_all(engine):
-        plan = _Plan(path, model, optimizer, known, strict=strict)
+        plan = _Plan(path, model, optimizer, names_of, strict=strict)
     with _errors_of_all(engine):
         try:
             plan.load()
@@ -128,24 +128,24 @@ def load_checkpoint(
 
 def _linked_on_first(engine: Engine | None, path: Path) -> Path:
     """The folder that a link names on rank 0, on every rank: another rank may read it later."""
-    found = linked(path)
+    target = linked(path)
     if engine is None or engine.mesh.world_size == 1:
-        return found
-    mine = os.path.relpath(found, path.parent)
-    return path.parent / gather_objects(mine, engine.mesh.group(*AXES))[0]
+        return target
+    relative = os.path.relpath(target, path.parent)
+    return path.parent / gather_objects(relative, engine.mesh.group(*AXES))[0]
 
 
 @contextlib.contextmanager
 def _errors_of_all(engine: Engine | None) -> Iterator[None]:
     """If a rank raises inside, raise on all: a rank's own error, else another's. Ranks: all."""
-    own = None
+    error_here = None
     try:
         yield
     except (ValueError, OSError) as error:
-        own = str(error)
-    errors = gather_errors(engine, own)
+        error_here = str(error)
+    errors = gather_errors(engine, error_here)
     if errors:
-        raise ValueError(own or next(iter(errors.values())))
+        raise ValueError(error_here or next(iter(errors.values())))
 
 
 class _Plan:
@@ -160,12 +160,12 @@ class _Plan:
         path: Path,
         model: nn.Module,
         optimizer: Any,
-        known: list[dict[str, str]],
+        names_of: list[dict[str, str]],
         *,
         strict: bool,
     ) -> None:
         self.path, self.model, self.optimizer = path, model, optimizer
-        names = {key: name for theirs in known for key, name in theirs.items()}
+        names = {key: name for theirs in names_of for key, name in theirs.items()}
         self.engine = engine_of_model(model)
         check_checkpoint("load_checkpoint", path)
         self.manifest: Manifest = read_manifest(path)
@@ -180,11 +180,11 @@ class _Plan:
         missing = [w.key for w in weights if w.key not in self._stored]
         unexpected = sorted(self._stored.keys() - names.keys())
         if strict or not self.weights:
-            for found, what in ((missing, "no"), (unexpected, "also")):
-                if found:
+            for wrong, what in ((missing, "no"), (unexpected, "also")):
+                if wrong:
                     raise ValueError(
                         f"load_checkpoint: expected the weights of this model in {path}, got "
-                        f"{what} {printable(found[0])}; load it into the same model, without a "
+                        f"{what} {printable(wrong[0])}; load it into the same model, without a "
                         "wrapper whose name comes first, or pass strict=False to load a part"
                     )
         if not strict:
@@ -234,8 +234,8 @@ class _Plan:
             )
         for name, entries in self._pieces.items():
             saved = {
-                e: torch.empty(found[0].shape, device="meta", dtype=STORED[found[0].dtype])
-                for e, found in entries.items()
+                e: torch.empty(parts[0].shape, device="meta", dtype=STORED[parts[0].dtype])
+                for e, parts in entries.items()
             }
             self.optimizer.check_saved(trained[name], saved, where=f"{name} in {self.path}")
 
@@ -255,21 +255,21 @@ class _Plan:
 
         Wire: 8 bytes per tensor of the checkpoint.
         """
-        mine, both = self._reader.seen, self.manifest.weights + self.manifest.optimizer
+        seen, both = self._reader.seen, self.manifest.weights + self.manifest.optimizer
         if self.engine is None:
-            return mine
+            return seen
         keys = [(t.file, t.key) for t in both]
-        read = torch.tensor([float(key in mine) for key in keys], dtype=torch.float64, device="cpu")
+        read = torch.tensor([float(key in seen) for key in keys], dtype=torch.float64, device="cpu")
         sums = self.engine.all_reduce_scalars(read.to(self.engine.mesh.device)).tolist()
-        return {key: mine.get(key, True) for key, n in zip(keys, sums) if n}
+        return {key: seen.get(key, True) for key, n in zip(keys, sums) if n}
 
     def _load_wires(self, weight: Weight) -> None:
         """Load the state of compressed gradients."""
-        p, found = weight.tensor, self._on_wires.get(weight.name, {})
+        p, pieces = weight.tensor, self._on_wires.get(weight.name, {})
         engine = engine_of_parameter(p)
         groups = {} if engine is None else wires_of(engine, p)  # type: ignore[arg-type]
-        for entry in groups.keys() & found.keys():
-            groups[entry].calls = int(self._reader.gather(found[entry], whole_run(1)))
+        for entry in groups.keys() & pieces.keys():
+            groups[entry].calls = int(self._reader.gather(pieces[entry], whole_run(1)))
 
     @torch.no_grad()
     def _load(self, weight: Weight) -> None:
@@ -277,12 +277,12 @@ class _Plan:
         engine = engine_of_parameter(p)
         entries = self._pieces.get(weight.name, {})
         steps = self.optimizer is not None and entries
-        kept = self.optimizer.master_entry(p) if steps else None
+        master_entry = self.optimizer.master_entry(p) if steps else None
         target = (p if engine is None or not steps else engine.shards.piece(p).param).detach()
         master = None
-        if not self._load_in_place(weight, engine, kept):
+        if not self._load_in_place(weight, engine, master_entry):
             with self._one_weight:
-                values = self._values(weight, engine, entries, kept)
+                values = self._values(weight, engine, entries, master_entry)
                 if steps and target.dtype != values.dtype == torch.float32:
                     start, stop = (0, p.numel()) if engine is None else engine.shards.place(p)[1:]
                     master = values.reshape(-1)[start:stop].clone()
@@ -290,7 +290,7 @@ class _Plan:
             if self.optimizer is not None and self._pieces:
                 self.optimizer.state.pop(p, None)
             return
-        saved = {name: self._read(p, name, found, engine) for name, found in entries.items()}
+        saved = {name: self._read(p, name, pieces, engine) for name, pieces in entries.items()}
         if master is not None and "master_weight" not in saved:
             saved["master_weight"] = master.view(target.shape)
             saved.pop("master_remainder", None)
@@ -300,32 +300,32 @@ class _Plan:
         }
         self.optimizer.load_piece(p, target, saved, where=weight.name)
 
-    def _load_in_place(self, weight: Weight, engine: Engine | None, kept: str | None) -> bool:
+    def _load_in_place(self, weight: Weight, engine: Engine | None, master: str | None) -> bool:
         """Read a weight directly into the model if layout and dtype allow it; whether it did."""
         p, stored = weight.tensor, self._stored[weight.key]
-        if weight.split or kept == "master_remainder":
+        if weight.split or master == "master_remainder":
             return False
-        found = (p.detach().view(-1), 0, p.numel()) if p.is_contiguous() else None
+        place = (p.detach().view(-1), 0, p.numel()) if p.is_contiguous() else None
         if engine is not None:
             with self._one_weight:
-                found = engine.shards.begin_write(p)  # type: ignore[arg-type]
-        if found is None:
+                place = engine.shards.begin_write(p)  # type: ignore[arg-type]
+        if place is None:
             return False
-        if (found[0].device.type, found[0].dtype) != ("cpu", STORED[stored.dtype]):
+        if (place[0].device.type, place[0].dtype) != ("cpu", STORED[stored.dtype]):
             return False
-        mine, start, stop = found
+        shard, start, stop = place
         if weight.transposed and stop > start:
             width = weight.shape[0]
             first, last = start // width, -(-stop // width)
             whole_rows = stop - start == (last - first) * width
-            rows = mine if whole_rows else mine.new_empty((last - first) * width)
+            rows = shard if whole_rows else shard.new_empty((last - first) * width)
             self._reader.read_transposed(stored, rows.view(-1, width), first)
             if not whole_rows:
-                mine.copy_(rows[start - first * width : stop - first * width])
+                shard.copy_(rows[start - first * width : stop - first * width])
         elif stop > start:
             n = max(0, min(stop, math.prod(stored.shape)) - start)
-            self._reader.gather([stored], [Run(start, n)] if n else [], mine[:n])
-            mine[n:] = 0  # pads the vocabulary
+            self._reader.gather([stored], [Run(start, n)] if n else [], shard[:n])
+            shard[n:] = 0  # pads the vocabulary
         return True
 
     def _values(
@@ -333,10 +333,10 @@ class _Plan:
         weight: Weight,
         engine: Engine | None,
         entries: dict[str, list[TensorEntry]],
-        kept: str | None,
+        master: str | None,
     ) -> Tensor:
         """Write a weight to the model; return its values, from the fp32 master if one was saved."""
-        p, splits = weight.tensor, kept == "master_remainder"
+        p, splits = weight.tensor, master == "master_remainder"
         values = self._saved_values(weight, entries, exact=splits or p.dtype == torch.float32)
         rounded = values
         if splits and values.dtype == torch.float32:  # master_split rounds ties differently
@@ -369,17 +369,17 @@ class _Plan:
         return local
 
     def _read(
-        self, p: Tensor, name: str, found: list[TensorEntry], engine: Engine | None
+        self, p: Tensor, name: str, pieces: list[TensorEntry], engine: Engine | None
     ) -> Tensor:
         """This rank's shard of an optimizer entry, read into its present memory if possible."""
-        mine, out = self.optimizer.state.get(p, {}).get(name), None
-        if isinstance(mine, Tensor) and mine.device.type == "cpu" and mine.is_contiguous():
-            out = mine.detach().view(-1)
+        state, out = self.optimizer.state.get(p, {}).get(name), None
+        if isinstance(state, Tensor) and state.device.type == "cpu" and state.is_contiguous():
+            out = state.detach().view(-1)
         block = self.optimizer.entry_block(name)
         if engine is None or not engine.shares or not block:
-            shape = found[0].shape
-            return self._reader.gather(found, whole_run(math.prod(shape)), out).view(shape)
-        return self._reader.gather(found, piece_runs(p, engine, block=block), out)
+            shape = pieces[0].shape
+            return self._reader.gather(pieces, whole_run(math.prod(shape)), out).view(shape)
+        return self._reader.gather(pieces, piece_runs(p, engine, block=block), out)
 
 
 def _keeps(p: Tensor, engine: Engine | None) -> bool:

@@ -159,15 +159,15 @@ class _Piece(NamedTuple):
 
 def engine_of_model(model: nn.Module) -> Engine | None:
     """The engine of a model; None if it has none."""
-    found = (engine_of_parameter(p) for p in model.parameters())
-    return next((engine for engine in found if engine is not None), None)
+    engines = (engine_of_parameter(p) for p in model.parameters())
+    return next((engine for engine in engines if engine is not None), None)
 
 
-def of_stages(engine: Engine | None, mine: Any) -> tuple[int, list[Any]]:
-    """(this rank's pipeline stage, the values `mine` of all stages). Ranks: all."""
+def of_stages(engine: Engine | None, value: Any) -> tuple[int, list[Any]]:
+    """(this rank's pipeline stage, the values of all stages). Ranks: all."""
     if engine is None or engine.shards.stages is None:
-        return 0, [mine]
-    return engine.mesh.rank_in("pp"), gather_objects(mine, engine.mesh.group("pp"))
+        return 0, [value]
+    return engine.mesh.rank_in("pp"), gather_objects(value, engine.mesh.group("pp"))
 
 
 def piece_runs(p: Tensor, engine: Engine | None, *, block: int = 1) -> list[Run]:
@@ -213,10 +213,10 @@ def check_optimizer(caller: str, model: nn.Module, optimizer: Any) -> None:
             f"{kind.__name__}; use fastpar.AdamW, or fastpar.Sharded({kind.__name__}, "
             "model.parameters(), ...)"
         )
-    known = set(model.parameters())
+    params = set(model.parameters())
     for i, group in enumerate(optimizer.param_groups):
         for position, p in enumerate(group["params"]):
-            if p not in known:
+            if p not in params:
                 raise ValueError(
                     f"{caller}: expected an optimizer of the model's parameters, got "
                     f"{where(group, i, position)} of shape {list(p.shape)}, which the model lacks; "
@@ -257,8 +257,8 @@ class Capture:
         _, counts = of_stages(self.engine, len(parts))
         first, n_files = sum(counts[:stage]), sum(counts)
         self.files = [(weights_file(first + i, n_files), w) for i, (_, w) in enumerate(parts)]
-        mine = {w.key: file for file, weights in self.files for w in weights}
-        maps = of_stages(self.engine, mine)[1]
+        file_of = {w.key: file for file, weights in self.files for w in weights}
+        maps = of_stages(self.engine, file_of)[1]
         self.weight_map = {key: file for theirs in maps for key, file in theirs.items()}
         self._writer = {
             id(w.tensor): (i % self._peers, file, w)
@@ -302,7 +302,7 @@ class Capture:
         if self.engine is None:
             return {}
         noted = {axis.name: axis.record(self.engine.shards) for axis in every()}
-        return {name: found for name, found in noted.items() if found}
+        return {name: notes for name, notes in noted.items() if notes}
 
     def take(self) -> Snapshot:
         """Copy this rank's part of the current state. Ranks: all of the model's.
@@ -320,9 +320,9 @@ class Capture:
 
     def unsaved(self) -> str | None:
         """What of the optimizer's state a checkpoint cannot hold; None: nothing."""
-        known = set(self.model.parameters())
+        params = set(self.model.parameters())
         for key, state in () if self.optimizer is None else self.optimizer.state.items():
-            if key not in known:
+            if key not in params:
                 return f"state under {shown(key)}, which is no parameter of the model"
             for entry, value in state.items():
                 if not isinstance(entry, str) or "/" in entry:
@@ -335,10 +335,10 @@ class Capture:
 
     def _weights(self) -> Iterator[Item]:
         for tensor, value in self._each_whole():
-            found = self._writer.get(id(tensor))
-            if found is None:
+            place = self._writer.get(id(tensor))
+            if place is None:
                 continue
-            writer, file, weight = found
+            writer, file, weight = place
             if weight.split and self.engine.shards.joins(tensor, writer):  # type: ignore[union-attr]
                 assert weight.declared is not None
                 value = weight.declared.whole(value, tensor)
@@ -351,12 +351,14 @@ class Capture:
 
     def _each_whole(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(parameter or buffer, its values, gathered along dp), in one order on all ranks."""
-        known: set[int] = set()
+        sharded: set[int] = set()
         if self.engine is not None:
             yield from self.engine.shards.each_whole()
-            known = {id(p) for p in self.engine.shards.params}
+            sharded = {id(p) for p in self.engine.shards.params}
         for _, weights in self.files:
-            yield from ((w.tensor, w.tensor.detach()) for w in weights if id(w.tensor) not in known)
+            yield from (
+                (w.tensor, w.tensor.detach()) for w in weights if id(w.tensor) not in sharded
+            )
 
     # The optimizer's state
 
@@ -563,8 +565,8 @@ class Saver:
         if self.rank == 0:
             nonce = int.from_bytes(os.urandom(6), "little") + 1
             problem = _unreadable_state(state) or self._refusal()
-            if problem is None and (found := self._capture.unsaved()) is not None:
-                problem = f"expected an optimizer whose state can be saved, got {found}; " + _OWN
+            if problem is None and (reason := self._capture.unsaved()) is not None:
+                problem = f"expected an optimizer whose state can be saved, got {reason}; " + _OWN
         nonce = int(gather_numbers(self._capture.engine, 0.0 if problem else float(nonce))[0])
         final = checkpoint_folder(self.run, step)
         hidden = final.with_name(f".{final.name}.{nonce:x}.tmp")
@@ -609,9 +611,9 @@ class Saver:
 
     # What the ranks agree on
 
-    def _errors(self, mine: str | None) -> list[str]:
-        found = gather_errors(self._capture.engine, mine)
-        return [f"rank {rank}: {text}" for rank, text in found.items()]
+    def _errors(self, error: str | None) -> list[str]:
+        errors = gather_errors(self._capture.engine, error)
+        return [f"rank {rank}: {text}" for rank, text in errors.items()]
 
     def _refusal(self) -> str | None:
         """Why rank 0 cannot begin a save. Creates the folder, removes leftovers of crashes."""
@@ -702,13 +704,15 @@ class Saver:
     def _prune(self, attempt: _Attempt) -> None:
         """Remove old checkpoints; rename those of a branch that this run has left."""
         earlier = []
-        for found in list_checkpoints(self.run):
-            if step_of(found) <= attempt.step:
-                earlier.append(found)
+        for checkpoint in list_checkpoints(self.run):
+            if step_of(checkpoint) <= attempt.step:
+                earlier.append(checkpoint)
                 continue
-            what = f"{found} is of a later step than the one saved now, {attempt.step}"
+            what = f"{checkpoint} is of a later step than the one saved now, {attempt.step}"
             try:
-                attempt.note(f"{what}: of a branch that was left, it is now {set_aside(found)}")
+                attempt.note(
+                    f"{what}: of a branch that was left, it is now {set_aside(checkpoint)}"
+                )
             except OSError as error:
                 attempt.note(f"{what}, and cannot be renamed ({error}); delete it")
         for old in earlier[: -self.keep_last] if self.keep_last else ():
@@ -880,15 +884,15 @@ def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
     ):
         jobs = []
         for name in dict.fromkeys(item.file for item in items):
-            mine = {item.key: item for item in items if item.file == name}
+            by_key = {item.key: item for item in items if item.file == name}
             specs = {
                 key: Spec(i.dtype, i.host.shape if i.weight is None else i.shape)
-                for key, i in mine.items()
+                for key, i in by_key.items()
             }
             file = opened.enter_context(TensorFile(folder / name, specs, {"format": "pt"}))
             files[name] = FileEntry(file.size, digest_of(file.head), len(file.head))
-            waiting[name], left[name] = 0, len(mine)
-            jobs += [writing.submit(write, file, mine[key]) for key in file.order]
+            waiting[name], left[name] = 0, len(by_key)
+            jobs += [writing.submit(write, file, by_key[key]) for key in file.order]
         for job in jobs:
             job.result()
         for done in flushes:

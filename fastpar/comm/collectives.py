@@ -486,13 +486,13 @@ class Collectives(ABC):
 
     def _check_slices(self, x: Tensor, sizes: Sequence[int] | None) -> list[int]:
         world_size = self.world_size
-        found = [x.numel() // world_size] * world_size if sizes is None else list(sizes)
-        if len(found) != world_size or sum(found) != x.numel() or min(found) < 0:
+        lengths = [x.numel() // world_size] * world_size if sizes is None else list(sizes)
+        if len(lengths) != world_size or sum(lengths) != x.numel() or min(lengths) < 0:
             raise ValueError(
                 f"all_to_all: expected sizes of {world_size} slices that add up to {x.numel()} "
-                f"elements, got sizes={found}; pass out_sizes and x_sizes, one number for each rank"
+                f"elements, got sizes={lengths}; pass out_sizes and x_sizes, a number for each rank"
             )
-        return found
+        return lengths
 
     def _check_rank(self, op: str, name: str, rank: int, other: bool = False) -> None:
         if not 0 <= rank < self.world_size or (other and rank == self.rank):

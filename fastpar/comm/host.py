@@ -28,13 +28,13 @@ _NODES = Path("/sys/devices/system/node")
 
 def nodes_of_cores() -> dict[int, int]:
     """Core -> its NUMA node; empty if the host has no such list."""
-    found = {}
+    nodes = {}
     for path in _NODES.glob("node[0-9]*/cpulist"):
         for part in path.read_text().strip().split(","):
             first, _, last = part.partition("-")
             cores = range(int(first), int(last or first) + 1) if part else ()
-            found.update(dict.fromkeys(cores, int(path.parent.name[4:])))
-    return found
+            nodes.update(dict.fromkeys(cores, int(path.parent.name[4:])))
+    return nodes
 
 
 def cores_of_rank(cores: Iterable[int], nodes: dict[int, int], rank: int, ranks: int) -> list[int]:
@@ -65,8 +65,8 @@ class HostCores:
     def describe(self) -> str:
         """Text: number of threads and NUMA node."""
         nodes = nodes_of_cores()
-        mine = self._mine or os.sched_getaffinity(0)
-        names = sorted({nodes[core] for core in mine if core in nodes})
+        cores = self._mine or os.sched_getaffinity(0)
+        names = sorted({nodes[core] for core in cores if core in nodes})
         where = f" on NUMA node {', '.join(map(str, names))}" if names else ""
         return f"{len(self._mine) or torch.get_num_threads()} threads{where}"
 
@@ -76,9 +76,9 @@ def memory_mb() -> tuple[float, float]:
     status = Path("/proc/self/status")
     if status.exists():
         # Not getrusage: its peak begins with the parent's at fork.
-        found = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", status.read_text(), re.M))
-        if len(found) == 2:
-            return int(found["VmRSS"]) * 1024 / 1e6, int(found["VmHWM"]) * 1024 / 1e6
+        sizes = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", status.read_text(), re.M))
+        if len(sizes) == 2:
+            return int(sizes["VmRSS"]) * 1024 / 1e6, int(sizes["VmHWM"]) * 1024 / 1e6
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

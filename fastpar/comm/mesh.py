@@ -140,13 +140,13 @@ class Mesh:
         device: torch.device | str | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        asked = {"pp": pp, "replicas": 1, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
-        check_sizes({**asked, "replicas": replicas})
+        requested = {"pp": pp, "replicas": 1, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
+        check_sizes({**requested, "replicas": replicas})
         sizes = sizes_of_grid(tp_grid)
         grid = "x".join(map(str, tp_grid)) if tp_grid is not None else None
-        check("Mesh", {**asked, "tp_grid": grid}, ("tp_grid",))
-        asked |= sizes
-        asked = {axis: asked[axis] for axis in AXES}
+        check("Mesh", {**requested, "tp_grid": grid}, ("tp_grid",))
+        requested |= sizes
+        requested = {axis: requested[axis] for axis in AXES}
         if not timeout_s > 0:
             raise ValueError(
                 f"Mesh: expected timeout_s > 0, got timeout_s={timeout_s}; "
@@ -166,7 +166,7 @@ class Mesh:
                 f"{replicas} with world_size={world_size}; start a multiple of {replicas} ranks"
             )
         size = world_size // replicas
-        sizes = complete_sizes(asked, size)
+        sizes = complete_sizes(requested, size)
         if picked.type == "cuda":
             torch.cuda.init()  # so that torch.cuda.is_initialized() is true in other threads
             torch.cuda.set_device(picked)
@@ -239,14 +239,16 @@ class Mesh:
         if self.world_size == 1:
             return None
         ranks = ranks_along(self.sizes, axes)
-        mine = next(tuple(members) for members in ranks if self.rank in members)
-        if mine not in self._groups:
-            if len(mine) == self.world_size and self.replicas == 1:
+        group_ranks = next(tuple(members) for members in ranks if self.rank in members)
+        if group_ranks not in self._groups:
+            if len(group_ranks) == self.world_size and self.replicas == 1:
                 _set_timeout(dist.group.WORLD, self.timeout_s)
-                self._groups[mine] = self._connect(dist.distributed_c10d._get_default_group(), axes)
+                self._groups[group_ranks] = self._connect(
+                    dist.distributed_c10d._get_default_group(), axes
+                )
             else:
-                self._groups[mine] = self.new_group(*axes)
-        return self._groups[mine]
+                self._groups[group_ranks] = self.new_group(*axes)
+        return self._groups[group_ranks]
 
     def new_group(self, *axes: str, neighbours: int | None = None) -> dist.ProcessGroup:
         """A new process group like group()'s, so that its operations queue behind no others.
@@ -376,12 +378,12 @@ class Mesh:
         if self.world_size == 1:
             return
         digest = hashlib.sha256("\n".join(lines).encode()).digest()[:8]
-        mine = torch.tensor(
+        local = torch.tensor(
             [int.from_bytes(digest, "little", signed=True)], device=self.device, dtype=torch.int64
         )
-        hashes = mine.new_empty(self.world_size)
+        hashes = local.new_empty(self.world_size)
         with waiting("comparing settings"):
-            all_gather(hashes, mine, group=self.group(*AXES))
+            all_gather(hashes, local, group=self.group(*AXES))
             if bool((hashes == hashes[0]).all()):
                 return
             everyone = gather_objects(list(lines), self.group(*AXES))
@@ -461,10 +463,10 @@ def warn_if_apart(caller: str, params: Iterable[Tensor], does: str) -> None:
     Args:
         does: what each rank does then.
     """
-    ranks, known = _here.ranks, list(params)
-    if ranks == 1 or not known or not dist.is_initialized() or any(map(_is_shared, known)):
+    ranks, tensors = _here.ranks, list(params)
+    if ranks == 1 or not tensors or not dist.is_initialized() or any(map(_is_shared, tensors)):
         return
-    if "deepspeed" in sys.modules or any(map(_is_of_ddp, known[:1])):
+    if "deepspeed" in sys.modules or any(map(_is_of_ddp, tensors[:1])):
         return
     warnings.warn(
         f"{caller}: the Mesh has {ranks} ranks, but these parameters belong to no engine, DDP or "
@@ -490,28 +492,30 @@ def _is_shared(p: Tensor) -> bool:
     return is_traceable_wrapper_subclass(p) or any(hasattr(p, mark) for mark in marks)
 
 
-def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The value of every rank of a group, in rank order. Ranks: all of the group.
 
     They are sent as JSON (a tuple arrives as a list): who unpickles runs what the sender wrote.
     """
     texts = _gather_bytes(
-        torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8), group
+        torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8), group
     )
     return [json.loads(text.numpy().tobytes()) for text in texts]
 
 
 def gather_tensors(
-    mine: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
+    tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> list[dict[str, Tensor]]:
-    """The named tensors of every rank of a group, in rank order, on the device of `mine`.
+    """The named tensors of every rank of a group, in rank order, on their device.
 
     Ranks: all of the group.
     """
-    device = next(iter(mine.values())).device
-    kinds = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in mine.items()]
-    raw = [t.detach().contiguous().view(-1).view(torch.uint8) for t in mine.values()]
-    found = []
+    device = next(iter(tensors.values())).device
+    kinds = [
+        [name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()
+    ]
+    raw = [t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors.values()]
+    gathered = []
     for theirs, packed in zip(gather_objects(kinds, group), _gather_bytes(torch.cat(raw), group)):
         named, start = {}, 0
         for name, dtype, shape in theirs:
@@ -519,20 +523,20 @@ def gather_tensors(
             part = packed[start : start + of.nbytes].clone()  # aligned for a wider dtype
             named[name] = of.copy_(part.view(of.dtype).view(shape))
             start += of.nbytes
-        found.append(named)
-    return found
+        gathered.append(named)
+    return gathered
 
 
-def _gather_bytes(mine: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+def _gather_bytes(local: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
     """The bytes of every rank. A group of GPUs that Mesh did not make may have NCCL alone."""
     device = "cpu" if "cpu" in dist.get_backend_config(group) else "cuda"
     n = dist.get_world_size(group)
     with waiting("gathering objects"):
         sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(n)]
-        dist.all_gather(sizes, torch.full_like(sizes[0], mine.numel()), group=group)
+        dist.all_gather(sizes, torch.full_like(sizes[0], local.numel()), group=group)
         lengths = [int(size) for size in sizes]
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-        padded[: mine.numel()].copy_(mine)
+        padded[: local.numel()].copy_(local)
         everyone = [torch.empty_like(padded) for _ in range(n)]
         dist.all_gather(everyone, padded, group=group)
         return [each[:length].cpu() for each, length in zip(everyone, lengths)]
@@ -659,21 +663,21 @@ def _store_of_start(rank: int, world_size: int, timeout_s: float) -> tuple[dist.
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    mine, deadline = uuid.uuid4().hex, monotonic() + timeout_s
+    start_id, deadline = uuid.uuid4().hex, monotonic() + timeout_s
     if rank:
-        store.set(f"fastpar/here/{rank}", mine)
-        name = store.get(f"fastpar/name/{mine}").decode()
+        store.set(f"fastpar/here/{rank}", start_id)
+        name = store.get(f"fastpar/name/{start_id}").decode()
         store.add(f"fastpar/ready/{name}", 1)
         return dist.PrefixStore(f"fastpar/start/{name}", store), name
     sent: dict[int, str] = {}
-    while store.add(f"fastpar/ready/{mine}", 0) < world_size - 1:
+    while store.add(f"fastpar/ready/{start_id}", 0) < world_size - 1:
         for other in range(1, world_size):
             key = f"fastpar/here/{other}"
             number = store.get(key).decode() if store.check([key]) else None
             if number is not None and sent.get(other) != number:
-                store.set(f"fastpar/name/{number}", mine)
+                store.set(f"fastpar/name/{number}", start_id)
                 sent[other] = number
         if monotonic() > deadline:
             raise RuntimeError(f"{world_size - 1} other ranks did not connect in {timeout_s:g} s")
         sleep(0.01)
-    return dist.PrefixStore(f"fastpar/start/{mine}", store), mine
+    return dist.PrefixStore(f"fastpar/start/{start_id}", store), start_id

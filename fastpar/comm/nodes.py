@@ -35,12 +35,12 @@ def adopt_scheduler(environment: MutableMapping[str, str]) -> None:
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return
-    found = next(
+    scheduler = next(
         (names for names in _SCHEDULERS if all(n in environment for n in names[1:3])), None
     )
-    if found is None or not int(environment[found[2]]) > 1:
+    if scheduler is None or not int(environment[scheduler[2]]) > 1:
         return
-    who, rank, size, local, here = found
+    who, rank, size, local, here = scheduler
     own = {"RANK": environment[rank], "WORLD_SIZE": environment[size]}
     own["LOCAL_RANK"] = environment.get(local, "0")
     ranks_here = environment.get(here, "1")
@@ -134,8 +134,8 @@ def host_of_store(master: str, interface: str | None) -> str:
     if not any(ipaddress.ip_address(address).is_loopback for address in _resolve(master)):
         return master
     names = (interface or "").split(",")
-    own = [address for address, name in _addresses().items() if name in names]
-    return next(iter(own or _resolve(socket.gethostname())), master)
+    addresses = [address for address, name in _addresses().items() if name in names]
+    return next(iter(addresses or _resolve(socket.gethostname())), master)
 
 
 def loopback() -> str | None:
@@ -172,11 +172,11 @@ def interface_of_peers(master: str) -> str | None:
     own = _resolve(name)
     if own and not ipaddress.ip_address(own[0]).is_loopback:
         return None
-    known = _addresses()
+    interfaces = _addresses()
     for address in _resolve(master):
-        if (found := known.get(_own_end(address) or "")) is not None:
-            return found
-    others = sorted(set(known.values()))
+        if (interface := interfaces.get(_own_end(address) or "")) is not None:
+            return interface
+    others = sorted(set(interfaces.values()))
     if len(others) == 1:
         return others[0]
     raise ValueError(
@@ -188,18 +188,18 @@ def interface_of_peers(master: str) -> str | None:
 
 def _addresses() -> dict[str, str]:
     """Address -> interface, without loopback addresses (Linux)."""
-    found = {}
+    interfaces = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
                 request = struct.pack("256s", name.encode()[:15])
                 answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-                found[socket.inet_ntoa(answer[20:24])] = name
+                interfaces[socket.inet_ntoa(answer[20:24])] = name
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             address, *_, name = line.split()
-            found[str(ipaddress.IPv6Address(int(address, 16)))] = name
-    return {a: name for a, name in found.items() if not ipaddress.ip_address(a).is_loopback}
+            interfaces[str(ipaddress.IPv6Address(int(address, 16)))] = name
+    return {a: name for a, name in interfaces.items() if not ipaddress.ip_address(a).is_loopback}
 
 
 def plain_words(error: BaseException) -> str:

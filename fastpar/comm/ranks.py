@@ -99,9 +99,9 @@ def quota_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
     return math.inf
 
 
-def threads_per_rank(asked: int | None, ranks_here: int) -> int:
+def threads_per_rank(threads: int | None, ranks_here: int) -> int:
     """CPU threads of a rank: the request, or an equal part of this machine's cores."""
-    return asked or max(1, available_cores() // ranks_here)
+    return threads or max(1, available_cores() // ranks_here)
 
 
 def make_store() -> Any:

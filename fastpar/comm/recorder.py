@@ -137,24 +137,24 @@ class _RecordedHandle(_ObservedHandle):
 
 def in_turn(spans: Sequence[Span]) -> list[Span]:
     """Moves operations that were queued behind others of their row to their turn."""
-    found, free = [], dict.fromkeys((REDUCE, GATHER, TP, PP), 0.0)
+    placed, free = [], dict.fromkeys((REDUCE, GATHER, TP, PP), 0.0)
     for span in sorted(spans, key=lambda s: s.begin_ms):
         late = max(0.0, free.get(span.row, 0.0) - span.begin_ms)
-        found.append(replace(span, begin_ms=span.begin_ms + late, end_ms=span.end_ms + late))
+        placed.append(replace(span, begin_ms=span.begin_ms + late, end_ms=span.end_ms + late))
         if span.row in free:
             free[span.row] = span.end_ms + late
-    return found
+    return placed
 
 
 def window(spans: Sequence[Span], begin_ms: float, end_ms: float) -> list[Span]:
     """The spans between two times, cut there, with times relative to the first."""
-    found = []
+    inside = []
     for span in spans:
         begin, end = max(span.begin_ms, begin_ms), min(span.end_ms, end_ms)
         if begin < end:
             part = (begin - begin_ms, end - begin_ms)
-            found.append(Span(span.row, span.name, *part, span.size_bytes, span.ranks))
-    return sorted(found, key=lambda s: s.begin_ms)
+            inside.append(Span(span.row, span.name, *part, span.size_bytes, span.ranks))
+    return sorted(inside, key=lambda s: s.begin_ms)
 
 
 def busy_ms(spans: Sequence[Span], rows: Sequence[str]) -> float:
@@ -467,8 +467,8 @@ def _gone(error: str) -> str | None:
 
     All ranks of an engine end the same steps, as each has an exchange between them.
     """
-    if found := re.search(r"(rank \d+) closed its group|the process of (rank \d+) ended", error):
-        return found[1] or found[2]
+    if match := re.search(r"(rank \d+) closed its group|the process of (rank \d+) ended", error):
+        return match[1] or match[2]
     if "closed by peer" not in error and "reset by peer" not in error:
         return None
     of_two = re.search(r"failed on rank ([01]) of 2 ", error)

@@ -289,9 +289,9 @@ class TorchCollectives(Collectives):
             works = [all_gather(out, x, group=self.group, async_op=not self._on_gpu)]
         else:  # gloo's own all-gather copies from memory that it allocates each time
             works = [self._shift(out, x, by) for by in range(1, self.world_size)]
-            mine = out.view(self.world_size, -1)[self.rank]
-            if mine.data_ptr() != x.data_ptr():
-                mine.copy_(x)
+            shard = out.view(self.world_size, -1)[self.rank]
+            if shard.data_ptr() != x.data_ptr():
+                shard.copy_(x)
 
         def rest() -> None:
             for i, work in enumerate(works):
@@ -511,9 +511,9 @@ class ShmCollectives(Collectives):
     ) -> None:
         """Every rank reads all slices and keeps its own: W times the least traffic."""
 
-        def gather(mine: Tensor) -> Tensor:
-            rows = mine.new_empty(self.world_size, mine.numel())
-            self._group.all_gather(rows, mine, *_element(mine), tag)
+        def gather(local: Tensor) -> Tensor:
+            rows = local.new_empty(self.world_size, local.numel())
+            self._group.all_gather(rows, local, *_element(local), tag)
             return rows
 
         table = gather(torch.tensor(sizes, dtype=torch.int64, device="cpu").view(-1)).view(
@@ -604,8 +604,8 @@ def _share(group: dist.ProcessGroup | None, rank: int, size: int) -> tuple[mmap.
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except (OSError, AttributeError) as error:
             reason = f"rank {rank} cannot make shared memory ({error})"
-        mine = (place, os.getpid(), fd, token.hex(), reason)
-        first, pids = _exchange_places(group, mine)
+        sent = (place, os.getpid(), fd, token.hex(), reason)
+        first, pids = _exchange_places(group, sent)
         try:
             block = _attach(rank, fd, first, size)
         except OSError as error:
@@ -632,10 +632,10 @@ def _close(descriptors: list[int]) -> None:
             os.close(descriptor)
 
 
-def _exchange_places(group: dist.ProcessGroup | None, mine: tuple) -> tuple[tuple, list[int]]:
+def _exchange_places(group: dist.ProcessGroup | None, local: tuple) -> tuple[tuple, list[int]]:
     """(rank 0's values, pid of every rank); ShmUnavailable unless all can share memory."""
     with waiting("setting up shared memory"):
-        everyone = gather_objects(mine, group)
+        everyone = gather_objects(local, group)
     for rank, (place, _, _, _, reason) in enumerate(everyone):
         if reason:
             raise ShmUnavailable(reason)

@@ -191,10 +191,10 @@ def _send_rows(group: Collectives, rows: Tensor, tag: int) -> _Sent:
     return started(group.all_to_all(*args, async_op=True, tag=tag)), received
 
 
-def _gather_rows(group: Collectives, own: Tensor, tag: int) -> _Sent:
+def _gather_rows(group: Collectives, row: Tensor, tag: int) -> _Sent:
     """Gather every rank's row into [W, n]."""
-    whole = own.new_empty(group.world_size, own.numel())
-    return started(group.all_gather(whole.view(-1), own, async_op=True, tag=tag)), whole
+    whole = row.new_empty(group.world_size, row.numel())
+    return started(group.all_gather(whole.view(-1), row, async_op=True, tag=tag)), whole
 
 
 def _floats(like: Tensor, *shape: int) -> Tensor:
@@ -268,16 +268,16 @@ class CompressedSums(Wire):
     def _exchange(self, x: Tensor, places: list[slice], n_bytes: int, tag: int) -> _Sent:
         """Encode slices of x and send them to their ranks; receives [W - 1, n_bytes]."""
         rows = torch.empty(self.world_size - 1, n_bytes, dtype=torch.uint8, device=x.device)
-        for row, at in zip(rows, _others(places, self.rank)):
-            self.form.encode(x[at], row, seed=self._seed(0), index=at.start)
+        for row, place in zip(rows, _others(places, self.rank)):
+            self.form.encode(x[place], row, seed=self._seed(0), index=place.start)
         return _send_rows(self.inner, rows, tag)
 
-    def _add_up(self, under_way: _Sent, own: Tensor, out: Tensor, mean: bool) -> None:
+    def _add_up(self, under_way: _Sent, local: Tensor, out: Tensor, mean: bool) -> None:
         """out = the sum of this rank's slice over all ranks."""
         handle, received = under_way
         handle.wait()
-        parts = _floats(own, self.world_size, len(own))
-        parts[self.rank].copy_(own)
+        parts = _floats(local, self.world_size, len(local))
+        parts[self.rank].copy_(local)
         for row, part in zip(received, _others(parts, self.rank)):
             part.copy_(self.form.decode(row, len(part)))
         sum_rows_in_tree(parts, out, mean)
@@ -290,18 +290,18 @@ class CompressedSums(Wire):
         under_way = self._exchange(x, places, self.form.nbytes(size), tag)
 
         def gather() -> Rest:
-            at = places[self.rank]
-            total = _floats(x, at.stop - at.start)
-            self._add_up(under_way, x[at], total, mean)
-            own = torch.zeros(self._gathered_bytes(size), dtype=torch.uint8, device=x.device)
-            self.form.encode(total, own, seed=second, index=at.start)
-            own[self.form.nbytes(size) :].view(torch.float32).copy_(x[n:])
-            return functools.partial(spread, *_gather_rows(self._again, own, tag))
+            place = places[self.rank]
+            total = _floats(x, place.stop - place.start)
+            self._add_up(under_way, x[place], total, mean)
+            codes = torch.zeros(self._gathered_bytes(size), dtype=torch.uint8, device=x.device)
+            self.form.encode(total, codes, seed=second, index=place.start)
+            codes[self.form.nbytes(size) :].view(torch.float32).copy_(x[n:])
+            return functools.partial(spread, *_gather_rows(self._again, codes, tag))
 
         def spread(handle: Handle, whole: Tensor) -> None:
             handle.wait()
-            for row, at in zip(whole, places):
-                x[at] = self.form.decode(row, at.stop - at.start)
+            for row, place in zip(whole, places):
+                x[place] = self.form.decode(row, place.stop - place.start)
             tails = whole[:, self.form.nbytes(size) :].contiguous().view(torch.float32)
             if self._exact:
                 sum_rows_in_tree(tails, x[n:], mean)
@@ -329,9 +329,9 @@ class CompressedGathers(Wire):
         return self._worker.submit("all_gather", call, out, x)
 
     def _gather(self, out: Tensor, x: Tensor, tag: int) -> Rest:
-        own = torch.empty(self.form.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
-        self.form.encode(x, own)
-        handle, whole = _gather_rows(self.inner, own, tag)
+        codes = torch.empty(self.form.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
+        self.form.encode(x, codes)
+        handle, whole = _gather_rows(self.inner, codes, tag)
 
         def rest() -> None:
             handle.wait()

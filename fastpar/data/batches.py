@@ -318,10 +318,10 @@ def _batch(
     """n tensors int64 [rows, width] on the device; fill(row, *arrays) writes a row of each."""
     device = torch.device(device)
     pinned, shape = device.type == "cuda", (n, len(rows), width)
-    found = torch.empty(shape, dtype=torch.int64, pin_memory=pinned, device="cpu")
+    batch = torch.empty(shape, dtype=torch.int64, pin_memory=pinned, device="cpu")
     for i, row in enumerate(rows):
-        fill(row, *found[:, i].numpy())
-    return tuple(found.to(device, non_blocking=True))
+        fill(row, *batch[:, i].numpy())
+    return tuple(batch.to(device, non_blocking=True))
 
 
 def _epoch_keys(seed: int, epoch: np.ndarray) -> np.ndarray:
@@ -402,13 +402,13 @@ def _max_id(source: TokenSource, cache: Path, progress: bool) -> tuple[int, str]
     stats += [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in source.files]
     memo = cache / f"max-id-{digest_of(stats)}.json"
     try:
-        known = json.loads(memo.read_text(encoding="utf-8"))
-        return int(known["id"]), str(known["part"])
+        memo_of = json.loads(memo.read_text(encoding="utf-8"))
+        return int(memo_of["id"]), str(memo_of["part"])
     except (OSError, ValueError, KeyError, TypeError):
         pass
     best = (-1, "")
-    given = {"training": source.train, "validation": source.val}
-    parts = {part: tokens for part, tokens in given.items() if tokens is not None}
+    sources = {"training": source.train, "validation": source.val}
+    parts = {part: tokens for part, tokens in sources.items() if tokens is not None}
     total = sum(map(len, parts.values()))
     what = f"checking ids of {source.name}"
     with progress_bar(total, "token", what, progress) as bar:

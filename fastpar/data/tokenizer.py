@@ -242,8 +242,8 @@ class BpeTokenizer(Tokenizer):
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [one.ids for one in found]
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [one.ids for one in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._backend.decode(self.checked(ids), skip_special_tokens=False)

@@ -30,7 +30,7 @@ from fastpar.engine.gathers import find_units, unit_of_parameters
 from fastpar.engine.shards import Shards, guard_state_dicts
 from fastpar.files.tensor_file import FLOATS
 from fastpar.foreign.patch import calls_of
-from fastpar.foreign.tp_plan import Plan, plan_for, tells_rows
+from fastpar.foreign.tp_plan import Plan, connects_rows, plan_for
 from fastpar.kernels import _C
 from fastpar.kernels.choice import ignore_times_for
 from fastpar.kernels.linear import depends_on_threads
@@ -140,11 +140,26 @@ def parallelize(
             parallelized before; models that differ between ranks.
     Source: Rajbhandari et al. 2020, arXiv 1910.02054
     """
-    short: dict[str, Any] = {"zero_stage": zero_stage, "shard_size": shard_size}
-    short |= {"grad_accum_steps": grad_accum_steps, "grad_dtype": grad_dtype}
-    short["deterministic"] = deterministic
-    parts = {"precision": precision, "wires": wires, "offload": offload, "pipeline": pipeline}
-    parallel = _merged(settings, short, parts)
+    _check_group("settings", settings, Parallel)
+    _check_group("precision", precision, Precision)
+    _check_group("wires", wires, Wires)
+    _check_group("offload", offload, Offload)
+    _check_group("pipeline", pipeline, Pipeline)
+    usual = settings or Parallel()
+    zero_stage = usual.zero_stage if zero_stage is None else zero_stage
+    precision = precision or usual.precision
+    kept: Any = grad_dtype or precision.grad_dtype  # _check_settings() checks the types
+    parallel = dataclasses.replace(
+        usual,
+        zero_stage=zero_stage,  # type: ignore[arg-type]
+        shard_size=usual.shard_size if shard_size is None else shard_size,
+        grad_accum_steps=usual.grad_accum_steps if grad_accum_steps is None else grad_accum_steps,
+        precision=dataclasses.replace(precision, grad_dtype=kept),
+        wires=wires or usual.wires,
+        offload=offload or usual.offload,
+        pipeline=pipeline or usual.pipeline,
+        deterministic=usual.deterministic if deterministic is None else deterministic,
+    )
     options, debug = flat(parallel), debug or Debug()
     options["tp_plan"] = dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan
     _check_model(model, mesh)
@@ -153,9 +168,9 @@ def parallelize(
     _check_parameters(parameter_names(model), mesh.device, materialize is not None)
     _check_in_place_writers(model, mesh.dp_size)
     plan = options["tp_plan"]
-    planned, tell = functools.partial(plan_for, model, plan), tells_rows(model, given)
+    planned, rows = functools.partial(plan_for, model, plan), connects_rows(model, given)
     making = Making(
-        model, given, parallel, debug, plan, planned, tell, transport=parallel.transport
+        model, given, parallel, debug, plan, planned, rows, transport=parallel.transport
     )
     for axis in every():
         axis.plan(making)
@@ -168,9 +183,9 @@ def parallelize(
         axis.cut(making)
     for axis in reversed(every()):
         axis.split(making)
-    n_shards = 1 if parallel.zero_stage == 0 else parallel.shard_size or mesh.size("dp")
+    n_shards = 1 if zero_stage == 0 else parallel.shard_size or mesh.size("dp")
     stays = parallel.offload.what is None
-    stage = STAGES[0 if n_shards == 1 and stays else parallel.zero_stage]
+    stage = STAGES[0 if n_shards == 1 and stays else zero_stage]
     groups, control = maker.of_engine(stage, n_shards, alone=not stays)
     travels = {"": Travel(mesh, mesh.dp_rank, mesh.broadcast_, groups=groups)}
     for axis in every():
@@ -206,6 +221,16 @@ def parallelize(
 
 
 # Checks before anything is changed
+
+
+def _check_group(name: str, group: Any, kind: type) -> None:
+    """Refuse a group of settings that is of another type."""
+    if not isinstance(group, kind | None):
+        short = "Parallel(zero_stage=2), or just zero_stage=2"
+        advice = short if kind is Parallel else f"{name}={kind.__name__}({group!r})"
+        raise ValueError(
+            f"parallelize: expected a fastpar.{kind.__name__}, got {name}={group!r}; pass {advice}"
+        )
 
 
 def _check_model(model: Any, mesh: Any) -> None:
@@ -359,27 +384,6 @@ def _check_in_place_writers(model: nn.Module, dp: int) -> None:
 
 
 # Settings, values, buckets
-
-
-def _merged(
-    settings: Parallel | None, short: Mapping[str, Any], parts: Mapping[str, Any]
-) -> Parallel:
-    """The settings with the keywords merged in."""
-    if not isinstance(settings, Parallel | None):
-        raise ValueError(
-            f"parallelize: expected a fastpar.Parallel, got settings={settings!r}; pass "
-            "Parallel(zero_stage=2), or just zero_stage=2"
-        )
-    parallel = settings or Parallel()
-    for name, group in parts.items():
-        kind = type(getattr(parallel, name))
-        if not isinstance(group, kind | None):
-            raise ValueError(
-                f"parallelize: expected a fastpar.{kind.__name__}, got {name}={group!r}; pass "
-                f"{name}={kind.__name__}({group!r})"
-            )
-    parallel = dataclasses.replace(parallel, **{n: group for n, group in parts.items() if group})
-    return parallel.change(**{name: value for name, value in short.items() if value is not None})
 
 
 class Fill:

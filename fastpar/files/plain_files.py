@@ -59,20 +59,20 @@ def read_plain(path: str | Path, limit: int, *, links: bool = False) -> bytes:
     return content
 
 
-def read_into(descriptor: int, buffer: memoryview, at: int) -> None:
-    """Fill a buffer with the bytes of a file from `at` on.
+def read_into(descriptor: int, buffer: memoryview, offset: int) -> None:
+    """Fill a buffer with the bytes of a file from `offset` on.
 
     Raises:
         OSError: the file ends before that, or cannot be read; names the byte.
     """
     while buffer:
         try:
-            n = os.preadv(descriptor, [buffer], at)
+            n = os.preadv(descriptor, [buffer], offset)
         except OSError as error:
-            raise OSError(error.errno, f"{error.strerror} at byte {at}") from error
+            raise OSError(error.errno, f"{error.strerror} at byte {offset}") from error
         if n == 0:
-            raise OSError(None, f"ends at byte {at}")
-        at, buffer = at + n, buffer[n:]
+            raise OSError(None, f"ends at byte {offset}")
+        offset, buffer = offset + n, buffer[n:]
 
 
 def parse_object(content: bytes) -> dict[str, Any]:

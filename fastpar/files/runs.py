@@ -33,8 +33,8 @@ _held: dict[Path, int] = {}  # folder -> descriptor
 
 def newest_run(runs: str | Path = RUNS) -> Path | None:
     """The run in a folder with the newest metrics; None if there is none."""
-    found = [(p.stat().st_mtime, p.parent) for p in Path(runs).glob("*/metrics.jsonl")]
-    return max(found)[1] if found else None
+    by_time = [(p.stat().st_mtime, p.parent) for p in Path(runs).glob("*/metrics.jsonl")]
+    return max(by_time)[1] if by_time else None
 
 
 def is_taken(folder: Path) -> bool:
@@ -72,17 +72,17 @@ def step_of(checkpoint: Path) -> int:
 
 def list_checkpoints(run: str | Path) -> list[Path]:
     """Committed checkpoints of a run by step, oldest first; not verified."""
-    found = (Path(run) / "checkpoints").glob("step_*")
-    return sorted((p for p in found if is_step_name(p.name) and p.is_dir()), key=step_of)
+    folders = (Path(run) / "checkpoints").glob("step_*")
+    return sorted((p for p in folders if is_step_name(p.name) and p.is_dir()), key=step_of)
 
 
 def check_checkpoint(caller: str, path: Path) -> None:
     """Refuse a run where one of its checkpoints is expected."""
-    if found := list_checkpoints(path):
+    if checkpoints := list_checkpoints(path):
         link = path / LATEST
         raise ValueError(
             f"{caller}: expected the folder of a checkpoint, got path={path}, which is a run; name "
-            f"{link if link.exists() else found[-1]}"
+            f"{link if link.exists() else checkpoints[-1]}"
         )
 
 
@@ -165,12 +165,12 @@ def run_id() -> str:
 
 def find_run(runs: str | Path, name: str) -> Path | None:
     """The newest folder locked by a start with this run_id(); None if there is none."""
-    found = []
+    by_time = []
     for file in Path(runs).glob(f"*/{LOCK}") if name else ():
         with contextlib.suppress(OSError):
             if _read(file).get("run_id") == name:
-                found.append((file.stat().st_mtime, file.parent))
-    return max(found)[1] if found else None
+                by_time.append((file.stat().st_mtime, file.parent))
+    return max(by_time)[1] if by_time else None
 
 
 def hold(folder: str | Path, *, wait_s: float | None = None) -> bool:
@@ -247,10 +247,10 @@ def _try(descriptor: int) -> bool:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except ValueError:  # it is being written now
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 # A fork shares its parent's lock, and would keep it after the parent ends.
@@ -334,7 +334,7 @@ def smoothed(values: Sequence[float], reach: int) -> list[float]:
     """Means of each value and up to `reach` neighbours on either side, as many on both: a mean of
     earlier values alone would lag behind where a curve falls."""
     out = []
-    for at in range(len(values)):
-        near = min(reach, at, len(values) - 1 - at)
-        out.append(sum(values[at - near : at + near + 1]) / (2 * near + 1))
+    for i in range(len(values)):
+        near = min(reach, i, len(values) - 1 - i)
+        out.append(sum(values[i - near : i + near + 1]) / (2 * near + 1))
     return out

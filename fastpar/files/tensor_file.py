@@ -113,17 +113,17 @@ class TensorFile:
         """
         spec, place = self._left.pop(name)
         assert (tensor.dtype, list(tensor.shape)) == (spec.dtype, list(spec.shape)), name
-        at = len(self.head) + place
+        offset = len(self.head) + place
         for block in _blocks(tensor.detach()):
             if see is not None:
                 see(block)
-            self._put(block, at)
-            at += block.nbytes
+            self._put(block, offset)
+            offset += block.nbytes
 
-    def _put(self, block: memoryview, at: int) -> None:
+    def _put(self, block: memoryview, offset: int) -> None:
         while block:
-            n = os.pwrite(self._file.fileno(), block, at)
-            at, block = at + n, block[n:]
+            n = os.pwrite(self._file.fileno(), block, offset)
+            offset, block = offset + n, block[n:]
 
     def __enter__(self) -> TensorFile:
         return self
@@ -143,8 +143,8 @@ def _blocks(tensor: Tensor) -> Iterator[memoryview]:
         return
     tensor = tensor.contiguous().cpu()
     raw = bytes_of(tensor).data
-    for at in range(0, raw.nbytes, BLOCK_BYTES):
-        yield raw[at : at + BLOCK_BYTES]
+    for start in range(0, raw.nbytes, BLOCK_BYTES):
+        yield raw[start : start + BLOCK_BYTES]
 
 
 def bytes_of(tensor: Tensor) -> np.ndarray:
@@ -154,8 +154,8 @@ def bytes_of(tensor: Tensor) -> np.ndarray:
     """
     if not tensor.nbytes:
         return np.empty(0, np.uint8)
-    at = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    return np.frombuffer(memoryview(at), np.uint8)
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return np.frombuffer(memoryview(memory), np.uint8)
 
 
 class Place(NamedTuple):

@@ -105,8 +105,8 @@ class Norm(Swapped):
 
     does = "LayerNorm in one pass"
 
-    def fused_forward(self, given: dict[str, Any]) -> Tensor:
-        x = autocast_norm(given[self.argument_names[0]])
+    def fused_forward(self, inputs: dict[str, Any]) -> Tensor:
+        x = autocast_norm(inputs[self.argument_names[0]])
         return layer_norm(x, self.weight, self.bias, self.option("eps"))
 
 
@@ -127,18 +127,18 @@ class MLP(Swapped):
     does = "bias + GELU in one pass"
     falls_back = ("hooks on the activation, or a replaced activation",)
 
-    def refusal(self, given: dict[str, Any]) -> str | None:
+    def refusal(self, inputs: dict[str, Any]) -> str | None:
         kind = self.option("kind")
         # patch() also swaps an nn.GELU.
         kinds = (kind, GELU) if kind is nn.GELU else (kind,)
         if not _is_one_of(getattr(self, self.option("activation")), *kinds):
             return self.falls_back[0]
-        return super().refusal(given)
+        return super().refusal(inputs)
 
-    def fused_forward(self, given: dict[str, Any]) -> Tensor:
+    def fused_forward(self, inputs: dict[str, Any]) -> Tensor:
         act = getattr(self, self.option("activation"))
         form = getattr(act, "approximate", self.option("approximate"))
-        y = linear_gelu(self.c_fc, given[self.argument_names[0]], form)
+        y = linear_gelu(self.c_fc, inputs[self.argument_names[0]], form)
         return drop(self, self.option("dropout"), project(self.c_proj, y))
 
 
@@ -152,11 +152,11 @@ class Attention(Swapped):
     )
     added_arguments = (MASK_HINT,)
 
-    def refusal(self, given: dict[str, Any]) -> str | None:
-        for name, value in given.items():
+    def refusal(self, inputs: dict[str, Any]) -> str | None:
+        for name, value in inputs.items():
             if name != self.argument_names[0] and value is not None and value is not False:
                 return f"the argument {name}"
-        x = given.get(self.argument_names[0])
+        x = inputs.get(self.argument_names[0])
         if not isinstance(x, Tensor) or x.dim() != 3:
             return "x is not [B, T, C]"
         name = self.option("probs")
@@ -188,11 +188,11 @@ class Attention(Swapped):
             )
         super().fall_back(reason)
 
-    def fused_forward(self, given: dict[str, Any]) -> Any:
-        y, present = self.fused_heads(given[self.argument_names[0]], given)
+    def fused_forward(self, inputs: dict[str, Any]) -> Any:
+        y, present = self.fused_heads(inputs[self.argument_names[0]], inputs)
         return self.fused_output(drop(self, self.option("resid"), project(self.c_proj, y)), present)
 
-    def fused_heads(self, x: Tensor, given: dict[str, Any]) -> tuple[Tensor, Any]:
+    def fused_heads(self, x: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
         """[B, T, C] -> the heads' outputs, [B, T, C], for c_proj; and the input of fused_output."""
         qkv = project(self.c_attn, x).unflatten(-1, (3, self.n_head, -1))  # [B, T, 3, H, D]
         return self.fused_attention(qkv), None
@@ -215,8 +215,8 @@ class Block(Swapped):
     does = "c_proj's bias + dropout + residual add + LayerNorm in one pass"
     falls_back = ("hooks on attn, its resid_dropout or ln_2, or replacements of them",)
 
-    def refusal(self, given: dict[str, Any]) -> str | None:
-        x: Any = given.get(self.argument_names[0])
+    def refusal(self, inputs: dict[str, Any]) -> str | None:
+        x: Any = inputs.get(self.argument_names[0])
         attn, reason = self.attn, self.changed()
         if reason is not None:
             return reason
@@ -229,9 +229,9 @@ class Block(Swapped):
             and _norm_weights(self.ln_2) is not None
         ):
             return self.falls_back[0]
-        if given.get("encoder_hidden_states") is not None:
+        if inputs.get("encoder_hidden_states") is not None:
             return "encoder_hidden_states"
-        if attn.refusal(self._for_attention(given)) is not None:
+        if attn.refusal(self._for_attention(inputs)) is not None:
             return SILENT  # attn reports it
         # Under autocast torch's LayerNorm returns fp32 where the residual stream has 16 bits.
         weight = getattr(attn.c_proj, "weight", None)
@@ -241,18 +241,18 @@ class Block(Swapped):
             return "a 16-bit residual stream with autocast or weights of another dtype"
         return None
 
-    def fused_forward(self, given: dict[str, Any]) -> Tensor:
-        x, attn = given[self.argument_names[0]], self.attn
+    def fused_forward(self, inputs: dict[str, Any]) -> Tensor:
+        x, attn = inputs[self.argument_names[0]], self.attn
         norm: Any = _norm_weights(self.ln_2)
-        y, _ = attn.fused_heads(self.ln_1(x), self._for_attention(given))
+        y, _ = attn.fused_heads(self.ln_1(x), self._for_attention(inputs))
         p = resid_rate(attn, attn.option("resid"))
         y, x = residual_norm(attn.c_proj, y, x, norm, p, cp_of(attn))
         return x + self.mlp(y)
 
-    def _for_attention(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _for_attention(self, inputs: dict[str, Any]) -> dict[str, Any]:
         first = self.argument_names[0]
-        rest = {name: value for name, value in given.items() if name != first}
-        return {**rest, self.attn.argument_names[0]: given.get(first)}
+        rest = {name: value for name, value in inputs.items() if name != first}
+        return {**rest, self.attn.argument_names[0]: inputs.get(first)}
 
     def _dropout_fits(self, attn: Any) -> bool:
         name = attn.option("resid")
@@ -297,9 +297,9 @@ def scale_of(attn: Any) -> float:
     return scale / (attn.layer_idx + 1) if attn.scale_attn_by_inverse_layer_idx else scale
 
 
-def cache_in(given: dict[str, Any]) -> Any:
+def cache_in(inputs: dict[str, Any]) -> Any:
     """The key/value cache among the arguments, whose name depends on transformers' version."""
-    return next((v for v in given.values() if hasattr(v, "get_seq_length")), None)
+    return next((v for v in inputs.values() if hasattr(v, "get_seq_length")), None)
 
 
 class GPT2Attention(Attention):
@@ -314,7 +314,7 @@ class GPT2Attention(Attention):
         "a dropout rate of 1, or of 1/512 and less; a head size without a kernel",
     )
 
-    def refusal(self, given: dict[str, Any]) -> str | None:
+    def refusal(self, inputs: dict[str, Any]) -> str | None:
         config: Any = self.config
         implementation = implementation_of(self)
         if implementation not in ("sdpa", "eager"):
@@ -322,33 +322,33 @@ class GPT2Attention(Attention):
         registry, function = type(self).registered
         if implementation == "sdpa" and registry and registry["sdpa"] is not function:
             return "another function is registered for sdpa"
-        hint = given.get(MASK_HINT)
-        if given.get("output_attentions") or hint == "attentions":
+        hint = inputs.get(MASK_HINT)
+        if inputs.get("output_attentions") or hint == "attentions":
             return "output_attentions=True"
         # A hook may want the probabilities, which only the eager implementation returns.
         causal = hint == "causal" and not is_observed(self)
-        if given.get("attention_mask") is not None and not causal:
+        if inputs.get("attention_mask") is not None and not causal:
             return "attention_mask"
         for name in ("head_mask", "encoder_hidden_states"):
-            if given.get(name) is not None:
+            if inputs.get(name) is not None:
                 return name
         for name in ("reorder_and_upcast_attn", "is_cross_attention"):
             if getattr(self, name, False):
                 return name
         if not (getattr(self, "is_causal", True) and getattr(config, "is_causal", True)):
             return "is_causal=False"
-        cache = cache_in(given)
-        for name, value in given.items():
+        cache = cache_in(inputs)
+        for name, value in inputs.items():
             if name in self.argument_names[:1] or name in HARMLESS or value is cache:
                 continue
             if value is not None and value is not False:
                 return f"the argument {name}"
         # Older versions have the causal mask in a buffer; newer ones require it from the caller.
-        masked = "bias" in self._buffers or given.get("attention_mask") is not None
+        masked = "bias" in self._buffers or inputs.get("attention_mask") is not None
         if implementation == "eager" and not masked:
             return "eager attention without a mask, which is not causal"
-        x = {self.argument_names[0]: given.get(self.argument_names[0])}
-        if given.get("layer_past") is not None:
+        x = {self.argument_names[0]: inputs.get(self.argument_names[0])}
+        if inputs.get("layer_past") is not None:
             return "layer_past"
         if cache is not None and type(cache).__name__ != "DynamicCache":
             return f"a cache of type {type(cache).__name__}"
@@ -356,14 +356,14 @@ class GPT2Attention(Attention):
             return "a cache with tokens"
         return super().refusal(x)
 
-    def fused_heads(self, x: Tensor, given: dict[str, Any]) -> tuple[Tensor, Any]:
+    def fused_heads(self, x: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
         qkv = project(self.c_attn, x).unflatten(-1, (3, self.num_heads, self.head_dim))
         _, k, v = qkv.transpose(1, 3).unbind(2)  # [B, H, T, D]
-        cache, present = cache_in(given), None
+        cache, present = cache_in(inputs), None
         before_4_53 = "layer_past" in self.argument_names
         if cache is not None:
             cache.update(k, v, self.layer_idx)
-        elif before_4_53 and given.get("use_cache"):
+        elif before_4_53 and inputs.get("use_cache"):
             present = (k, v)
         return self.fused_attention(qkv, scale_of(self)), present
 
@@ -393,21 +393,21 @@ class Model(Swapped):
 
     does = "recognises a causal mask without reading it"
 
-    def refusal(self, given: dict[str, Any]) -> str | None:
+    def refusal(self, inputs: dict[str, Any]) -> str | None:
         return None if self.changed() is None else SILENT
 
-    def fused_forward(self, given: dict[str, Any]) -> Any:
+    def fused_forward(self, inputs: dict[str, Any]) -> Any:
         default = getattr(self.config, "output_attentions", False)
-        if given.get("output_attentions", default):
-            given[MASK_HINT] = "attentions"
+        if inputs.get("output_attentions", default):
+            inputs[MASK_HINT] = "attentions"
         elif cp_of(self) is not None:
             # transformers would make a mask of this rank's tokens that nobody reads; pass a dummy.
-            given[MASK_HINT] = "causal"
-            given["attention_mask"] = given["position_ids"].new_zeros(1, 1, 1, 1)
-        elif given.get("attention_mask") is None and given.get("position_ids") is None:
+            inputs[MASK_HINT] = "causal"
+            inputs["attention_mask"] = inputs["position_ids"].new_zeros(1, 1, 1, 1)
+        elif inputs.get("attention_mask") is None and inputs.get("position_ids") is None:
             # With position_ids transformers looks for several documents in a row.
-            given[MASK_HINT] = "causal"
-        return self.own_forward[0](self, **given)
+            inputs[MASK_HINT] = "causal"
+        return self.own_forward[0](self, **inputs)
 
 
 class LMHead(Swapped):
@@ -416,29 +416,29 @@ class LMHead(Swapped):
     does = "loss without logits in training (fused_loss=True): the output's logits are None"
     falls_back = ("logits_to_keep, another loss_function, fp64, hooks on or a replaced lm_head",)
 
-    def refusal(self, given: dict[str, Any]) -> str | None:
-        if not self.training or given.get("labels") is None or swap_of(self) is None:
+    def refusal(self, inputs: dict[str, Any]) -> str | None:
+        if not self.training or inputs.get("labels") is None or swap_of(self) is None:
             return SILENT
-        keep = [given.get(name, 0) for name in ("logits_to_keep", "num_logits_to_keep")]
+        keep = [inputs.get(name, 0) for name in ("logits_to_keep", "num_logits_to_keep")]
         # Versions without it in their forward ignore it.
         own = not self.option("asks") or self.loss_function is self.option("loss")
         whole = not any(isinstance(k, Tensor) or k for k in keep)
         fits = whole and own and head_fits(self.lm_head) and self.changed() is None
         return None if fits else self.falls_back[0]
 
-    def fused_forward(self, given: dict[str, Any]) -> Any:
-        labels, return_dict = given.pop("labels"), given.pop("return_dict", None)
+    def fused_forward(self, inputs: dict[str, Any]) -> Any:
+        labels, return_dict = inputs.pop("labels"), inputs.pop("return_dict", None)
         for name in ("logits_to_keep", "num_logits_to_keep"):
-            given.pop(name, None)
+            inputs.pop(name, None)
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
-        outputs = getattr(self, self.base_model_prefix)(**given, return_dict=True)
+        outputs = getattr(self, self.base_model_prefix)(**inputs, return_dict=True)
         x = outputs.last_hidden_state
-        ignore_index = given.get("ignore_index", -100)
-        shift_labels = given.get("shift_labels")
+        ignore_index = inputs.get("ignore_index", -100)
+        shift_labels = inputs.get("shift_labels")
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        items = given.get("num_items_in_batch")
+        items = inputs.get("num_items_in_batch")
         options: dict[str, Any] = {"ignore_index": ignore_index}
         options["reduction"] = "mean" if items is None else "sum"
         if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
@@ -460,8 +460,8 @@ class Loss(Swapped):
     does = "loss without logits in training (fused_loss=True): the logits are None"
     falls_back = ("torch.compile, fp64, hooks on or a replaced lm_head",)
 
-    def refusal(self, given: dict[str, Any]) -> str | None:
-        idx, targets = (given.get(name) for name in self.argument_names)
+    def refusal(self, inputs: dict[str, Any]) -> str | None:
+        idx, targets = (inputs.get(name) for name in self.argument_names)
         if not self.training or targets is None or swap_of(self) is None:
             return SILENT
         fits = (
@@ -475,8 +475,8 @@ class Loss(Swapped):
         )
         return None if fits else self.falls_back[0]
 
-    def fused_forward(self, given: dict[str, Any]) -> tuple[None, Tensor]:
-        idx, targets = (given[name] for name in self.argument_names)
+    def fused_forward(self, inputs: dict[str, Any]) -> tuple[None, Tensor]:
+        idx, targets = (inputs[name] for name in self.argument_names)
         x = _last(self, self.option("norm"), lambda: self.own_forward[0](self, idx))
         loss = head_loss(self.lm_head, x, targets, ignore_index=IGNORED, reduction="mean")
         return None, loss if autocast_dtype(x) else loss.to(x.dtype)
@@ -484,18 +484,18 @@ class Loss(Swapped):
 
 def _last(model: Any, norm: str, forward: Any) -> Tensor:
     """The output of the model's last LayerNorm in a call of forward."""
-    found: list[Tensor] = []
-    hook = model.get_submodule(norm).register_forward_hook(lambda m, args, y: found.append(y))
+    tensors: list[Tensor] = []
+    hook = model.get_submodule(norm).register_forward_hook(lambda m, args, y: tensors.append(y))
     try:
         forward()
     finally:
         hook.remove()
-    if len(found) != 1:
+    if len(tensors) != 1:
         raise RuntimeError(
-            f"{type(model).__name__}: expected one call of {norm} in a forward, got {len(found)}; "
+            f"{type(model).__name__}: expected one call of {norm} a forward, got {len(tensors)}; "
             "call fastpar.unpatch(model) and patch it without fused_loss"
         )
-    return found[0]
+    return tensors[0]
 
 
 def loss_shape(model: Any) -> str | None:

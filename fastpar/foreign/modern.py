@@ -50,16 +50,16 @@ class RMSNorm(Swapped):
     does = "RMSNorm in one pass"
     falls_back = ("a weight of another dtype than x; fp64",)
 
-    def refusal(self, given: dict[str, Any]) -> str | None:
-        x, weight = given.get(self.argument_names[0]), getattr(self, "weight", None)
+    def refusal(self, inputs: dict[str, Any]) -> str | None:
+        x, weight = inputs.get(self.argument_names[0]), getattr(self, "weight", None)
         if not isinstance(x, Tensor) or x.element_size() > 4:
             return SILENT
         if weight is not None and weight.dtype != x.dtype:
             return self.falls_back[0]
-        return super().refusal(given)
+        return super().refusal(inputs)
 
-    def fused_forward(self, given: dict[str, Any]) -> Tensor:
-        x = given[self.argument_names[0]]
+    def fused_forward(self, inputs: dict[str, Any]) -> Tensor:
+        x = inputs[self.argument_names[0]]
         return rms_norm(x, getattr(self, "weight", None), eps_of(self) or 0.0)
 
 
@@ -119,14 +119,14 @@ class MLP(Swapped):
     does = "the activation in one pass"
     falls_back = ("hooks on the activation, or a replaced activation",)
 
-    def refusal(self, given: dict[str, Any]) -> str | None:
+    def refusal(self, inputs: dict[str, Any]) -> str | None:
         part = getattr(self, self.option("part"))
         if type(part) is not self.option("kind") or has_hooks(part) or "forward" in vars(part):
             return self.falls_back[0]
-        return super().refusal(given)
+        return super().refusal(inputs)
 
-    def fused_forward(self, given: dict[str, Any]) -> Tensor:
-        x = given[self.argument_names[0]]
+    def fused_forward(self, inputs: dict[str, Any]) -> Tensor:
+        x = inputs[self.argument_names[0]]
         if self.option("part") == "activation_fn":
             return project(self.fc2, activation(project(self.fc1, x), None, "relu2"))
         both = side_by_side(x, self.gate_proj, self.up_proj)
@@ -146,13 +146,13 @@ class Attention(Swapped):
         "attn_implementation other than sdpa",
     )
 
-    def refusal(self, given: dict[str, Any]) -> str | None:
-        x, positions = given.get("hidden_states"), given.get("position_embeddings")
+    def refusal(self, inputs: dict[str, Any]) -> str | None:
+        x, positions = inputs.get("hidden_states"), inputs.get("position_embeddings")
         if not isinstance(x, Tensor) or x.dim() != 3 or positions is None:
             return SILENT
-        cache = given.get("past_key_values")
-        known = {"hidden_states", "position_embeddings", "past_key_values", *_IGNORED}
-        if any(given.get(name) is not None for name in given.keys() - known):
+        cache = inputs.get("past_key_values")
+        handled = {"hidden_states", "position_embeddings", "past_key_values", *_IGNORED}
+        if any(inputs.get(name) is not None for name in inputs.keys() - handled):
             return self.falls_back[0]
         if cache is not None and (
             type(cache).__name__ != "DynamicCache" or cache.get_seq_length(self.layer_idx)
@@ -165,10 +165,10 @@ class Attention(Swapped):
             return self.falls_back[0]
         return self.changed()
 
-    def fused_forward(self, given: dict[str, Any]) -> Any:
-        x = given["hidden_states"]
-        q, k, v = self.fused_heads(x, *given["position_embeddings"])
-        cache = given.get("past_key_values")
+    def fused_forward(self, inputs: dict[str, Any]) -> Any:
+        x = inputs["hidden_states"]
+        q, k, v = self.fused_heads(x, *inputs["position_embeddings"])
+        cache = inputs.get("past_key_values")
         if cache is not None:  # an empty one, as transformers makes in training, too
             cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
         if (dtype := autocast_dtype(x)) is not None:  # rotation may have widened q and k

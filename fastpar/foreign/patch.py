@@ -137,11 +137,11 @@ def _observe(model: nn.Module, batch: Any, *, moved: bool = False) -> dict[str, 
             torch.manual_seed(0)
             weights = {name: _moved(p) if moved else p for name, p in named.items()}
             loss = _loss_of(torch.func.functional_call(model, weights, args, kwargs))
-            found = torch.autograd.grad(loss, [*weights.values()], allow_unused=True)
+            gradients = torch.autograd.grad(loss, [*weights.values()], allow_unused=True)
     finally:
         for module, training in trains.items():
             module.training = training
-    grads = zip(named.items(), found, strict=True)
+    grads = zip(named.items(), gradients, strict=True)
     return {"": loss.detach()} | {
         name: torch.zeros_like(p) if grad is None else grad for (name, p), grad in grads
     }
@@ -155,12 +155,12 @@ def _moved(p: Tensor) -> Tensor:
 
 def _loss_of(output: Any) -> Tensor:
     """The loss in what a model returns."""
-    found = getattr(output, "loss", None)
+    value = getattr(output, "loss", None)
     if isinstance(output, Mapping):
-        found = output.get("loss")
-    elif isinstance(output, tuple) and found is None:
-        found = output[-1]
-    loss = output if isinstance(output, Tensor) else found
+        value = output.get("loss")
+    elif isinstance(output, tuple) and value is None:
+        value = output[-1]
+    loss = output if isinstance(output, Tensor) else value
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.isfinite():
         said = loss.detach() if isinstance(loss, Tensor) else loss
         raise ValueError(
@@ -204,11 +204,11 @@ def _patch(model: nn.Module, fused_loss: bool) -> PatchReport:
     for name, module in reversed(list(model.named_modules())):
         if swap_of(module) is not None:
             continue
-        found = losses.get(module) or plan(module, fused_loss)
-        if isinstance(found, str):
-            left.append((name, module, found))
-        elif found is not None:
-            _swap(name, module, found, report)
+        planned = losses.get(module) or plan(module, fused_loss)
+        if isinstance(planned, str):
+            left.append((name, module, planned))
+        elif planned is not None:
+            _swap(name, module, planned, report)
     inside = {
         part
         for module in model.modules()
@@ -280,10 +280,10 @@ def unpatch(model: nn.Module) -> int:
     return sum(restore(module) for _, module, _ in swapped)
 
 
-def _swap(name: str, module: nn.Module, found: Swap, report: PatchReport) -> None:
-    original, mixin = type(module), found.mixin
+def _swap(name: str, module: nn.Module, swap: Swap, report: PatchReport) -> None:
+    original, mixin = type(module), swap.mixin
     kind, kept = original.__name__, report.fallbacks
-    swap_in(module, dataclasses.replace(found, original=original, fallbacks=kept))
+    swap_in(module, dataclasses.replace(swap, original=original, fallbacks=kept))
     report.replaced.setdefault(kind, []).append(name or "model")
     report.does[kind] = TORCH_CLASSES[original][1] if original in TORCH_CLASSES else mixin.does
     if getattr(mixin, "falls_back", ()):

@@ -98,8 +98,8 @@ def replaced_code(kind: type[nn.Module]) -> str | None:
             if isinstance(value, FunctionType) and not is_own(value, root):
                 return used
             if isinstance(value, type) and issubclass(value, nn.Module):
-                at = TORCH if value.__module__.startswith("torch.") else root
-                if not is_own(value.forward, at):
+                package = TORCH if value.__module__.startswith("torch.") else root
+                if not is_own(value.forward, package):
                     return f"{used}.forward"
     for part in (nn.Dropout, nn.LayerNorm, nn.Linear):
         if torch_forward(part) is not None:
@@ -116,16 +116,16 @@ def plan_losses(model: nn.Module) -> dict[nn.Module, Plan]:
     plans: dict[nn.Module, Plan] = {}
     heads = ("GPT2LMHeadModel", *(f"{name}ForCausalLM" for name in modern.MODULES.values()))
     kinds = map(type, model.modules())
-    why, found = "", any(k.__name__ in heads and is_transformers(k) for k in kinds)
+    why, has_loss = "", any(k.__name__ in heads and is_transformers(k) for k in kinds)
     for module in model.modules():
-        found = found or isinstance(module, fused.Loss)
+        has_loss = has_loss or isinstance(module, fused.Loss)
         if nanogpt_class(module) == "GPT" and swap.swap_of(module) is None:
             norm, less = fused.loss_shape(module), unlike_nanogpt(module)
             if norm is None or less is not None:
                 why = f", which {less or 'has another forward or lm_head'}"
             else:
                 plans[module] = Swap(fused.Loss, {"norm": norm})
-    if why or not (found or plans):
+    if why or not (has_loss or plans):
         raise ValueError(
             "patch: expected transformers' GPT2LMHeadModel or nanoGPT's GPT with "
             f"forward(idx, targets=None) for fused_loss=True, got model={type(model).__name__}{why}"
@@ -144,10 +144,10 @@ def nanogpt_class(module: nn.Module) -> str | None:
 
 def unlike_nanogpt(module: nn.Module) -> str | None:
     """What a module that is named after nanoGPT's lacks, or has besides."""
-    has, may_have, known = NANOGPT[type(module).__name__]
+    has, may_have, attributes = NANOGPT[type(module).__name__]
     lacks = sorted(has - module._modules.keys())
     more = sorted(module._modules.keys() - has - may_have)
-    more += sorted(vars(module).keys() - swap.MODULE_FIELDS - known)
+    more += sorted(vars(module).keys() - swap.MODULE_FIELDS - attributes)
     if lacks:
         return f"has no {lacks[0]}, which nanoGPT's has"
     return f"has {more[0]}, which nanoGPT's has not" if more else None
@@ -181,17 +181,17 @@ def plan(module: nn.Module, fused_loss: bool) -> Plan:
     if ours and not isinstance(module, modules.CausalSelfAttention):
         return None
     if type(module).__module__ in modern.MODULES:
-        found = _plan_modern(module, fused_loss)
+        planned = _plan_modern(module, fused_loss)
     elif type(module).__module__ == GPT2:
-        found = _plan_gpt2(module, fused_loss)
+        planned = _plan_gpt2(module, fused_loss)
     else:
-        found = _plan_nanogpt(module)
-    if isinstance(found, Swap):
+        planned = _plan_nanogpt(module)
+    if isinstance(planned, Swap):
         kind: Any = type(module)
-        if swap.swapped_class(found.mixin, kind).own_forward[0] is not kind.forward:
+        if swap.swapped_class(planned.mixin, kind).own_forward[0] is not kind.forward:
             return "its class's forward was replaced after it was first patched"
-    if found is not None or module._modules:
-        return found
+    if planned is not None or module._modules:
+        return planned
     if isinstance(module, nn.Linear | nn.Dropout) or is_linear(module):
         return "torch's, fastpar has no faster one"
     return "unknown class" if any(True for _ in module.parameters()) else None

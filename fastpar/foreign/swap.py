@@ -92,21 +92,21 @@ class Swapped(nn.Module):
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def refusal(self, given: dict[str, Any]) -> str | None:
+    def refusal(self, inputs: dict[str, Any]) -> str | None:
         """Why a call with these arguments falls back (SILENT: not reported); None: it does not."""
-        if given.keys() != {self.argument_names[0]}:
+        if inputs.keys() != {self.argument_names[0]}:
             return "arguments besides x"
         return self.changed()
 
-    def fused_forward(self, given: dict[str, Any]) -> Any:
+    def fused_forward(self, inputs: dict[str, Any]) -> Any:
         """The result of forward, computed by kernels."""
         raise NotImplementedError
 
     def forward(self, *args, **kwargs):
-        given = {**dict(zip(self.argument_names, args)), **kwargs}
-        reason = self.refusal(given) if len(args) <= len(self.argument_names) else SILENT
+        inputs = {**dict(zip(self.argument_names, args)), **kwargs}
+        reason = self.refusal(inputs) if len(args) <= len(self.argument_names) else SILENT
         if reason is None:
-            return self.fused_forward(given)
+            return self.fused_forward(inputs)
         if reason != SILENT:
             self.fall_back(reason)
         for name in self.added_arguments:

@@ -199,8 +199,8 @@ class Planned:
         modules = [name for name, _ in model.named_modules() if name]
         parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         found_by: dict[str, str] = {}
-        for pattern, given in plan.items():
-            style = _style(pattern, given)
+        for pattern, words in plan.items():
+            style = _style(pattern, words)
             names = fnmatch.filter(modules, pattern)
             if isinstance(style, State):
                 names += fnmatch.filter(parameters, pattern)
@@ -350,14 +350,14 @@ class Planned:
             tp_layers.check_generators(tp.group, "tp")
 
 
-def plan_for(model: nn.Module, given: Plan | None) -> Planned | None:
+def plan_for(model: nn.Module, plan: Plan | None) -> Planned | None:
     """The given plan, or the one that fits the model; None if the model declares its states.
 
     Raises:
         ValueError: a plan for a model that declares its own states, or whose names do not match
             the model.
     """
-    if given is None:
+    if plan is None:
         name = _choose(model)
         if name is None:
             return None
@@ -365,9 +365,9 @@ def plan_for(model: nn.Module, given: Plan | None) -> Planned | None:
     if tp_method(model) is not None:
         raise ValueError(
             f"parallelize: expected no tp_plan for {type(model).__name__}, which declares its own "
-            f"states, got tp_plan={{{', '.join(given)}}}; drop tp_plan"
+            f"states, got tp_plan={{{', '.join(plan)}}}; drop tp_plan"
         )
-    return Planned(model, given, "the given plan")
+    return Planned(model, plan, "the given plan")
 
 
 def _declares(module: nn.Module) -> bool:
@@ -388,11 +388,11 @@ def _choose(model: nn.Module) -> str | None:
     return "nanogpt" if all(isinstance(n, int) for n in counts) else None
 
 
-def _style(pattern: str, given: Any) -> Style:
-    style = _SHORT.get(given) if isinstance(given, str) else given
+def _style(pattern: str, words: Any) -> Style:
+    style = _SHORT.get(words) if isinstance(words, str) else words
     if not isinstance(style, Style):
         raise ValueError(
-            f"parallelize: expected a style of tp_plan, got {given!r} for '{pattern}'; use "
+            f"parallelize: expected a style of tp_plan, got {words!r} for '{pattern}'; use "
             f"{', '.join(_SHORT)}, or Column(groups=...), Divide(...) and Shard(...)"
         )
     return style
@@ -491,7 +491,7 @@ _OF_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 _TAKEN = (*_TOKENS, *_OF_LOSS, "return_dict")
 
 
-def tells_rows(model: nn.Module, mesh: Mesh) -> Callable[[ContextParallel], None] | None:
+def connects_rows(model: nn.Module, mesh: Mesh) -> Callable[[ContextParallel], None] | None:
     """A function that gives a model its cp ranks, which split its rows.
 
     Raises:
@@ -576,26 +576,26 @@ class SharedRows:
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
         """The arguments for this rank's tokens."""
-        given = {**dict(zip(self.names, args)), **kwargs}
-        given = {name: x for name, x in given.items() if not self._is_absent(name, x)}
-        self._check(model, given)
-        ids, cp = given["input_ids"], self.cp
+        inputs = {**dict(zip(self.names, args)), **kwargs}
+        inputs = {name: x for name, x in inputs.items() if not self._is_absent(name, x)}
+        self._check(model, inputs)
+        ids, cp = inputs["input_ids"], self.cp
         batch, self.length = ids.shape
         padding = cp.padding(batch, self.length, cp.size * self.tp_size)
         positions = torch.arange(self.length + padding, device=ids.device)
         positions = positions.clamp(max=self.longest - 1)
-        given["position_ids"] = cp.slice_rows(positions.expand(batch, -1))
-        for name in (name for name in _TOKENS if name in given):
-            given[name] = cp.slice_rows(F.pad(given[name], (0, padding)))
-        if "labels" in given:
-            ignored = given.get("ignore_index", -100)
-            shifted = given.get("shift_labels")
+        inputs["position_ids"] = cp.slice_rows(positions.expand(batch, -1))
+        for name in (name for name in _TOKENS if name in inputs):
+            inputs[name] = cp.slice_rows(F.pad(inputs[name], (0, padding)))
+        if "labels" in inputs:
+            ignored = inputs.get("ignore_index", -100)
+            shifted = inputs.get("shift_labels")
             if shifted is None:
-                shifted = F.pad(given["labels"], (0, 1), value=ignored)[:, 1:]
-            given.setdefault("num_items_in_batch", (shifted != ignored).sum())
-            mine = cp.slice_rows(F.pad(shifted, (0, padding), value=ignored))
-            given["labels"] = given["shift_labels"] = mine
-        return (), {**given, "use_cache": False, "return_dict": True}
+                shifted = F.pad(inputs["labels"], (0, 1), value=ignored)[:, 1:]
+            inputs.setdefault("num_items_in_batch", (shifted != ignored).sum())
+            targets = cp.slice_rows(F.pad(shifted, (0, padding), value=ignored))
+            inputs["labels"] = inputs["shift_labels"] = targets
+        return (), {**inputs, "use_cache": False, "return_dict": True}
 
     def _is_absent(self, name: str, x: Any) -> bool:
         """Whether the argument says nothing: None, False or the default; 0 is an id or a count."""
@@ -603,10 +603,10 @@ class SharedRows:
             return True
         return name in self.names and not isinstance(x, Tensor) and x == self.names[name].default
 
-    def _check(self, model: nn.Module, given: Mapping[str, Any]) -> None:
-        name, ids = type(model).__name__, given.get("input_ids")
+    def _check(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        name, ids = type(model).__name__, inputs.get("input_ids")
         where = f"with cp={self.cp.size}"
-        unknown = [key for key in given if key not in _TAKEN]
+        unknown = [key for key in inputs if key not in _TAKEN]
         if unknown:
             raise ValueError(
                 f"{name}: expected only arguments {', '.join(_TAKEN)} {where}, got {unknown[0]}; "
@@ -618,7 +618,7 @@ class SharedRows:
                 f"{name}: expected input_ids [B, T] with 1 <= T <= n_positions={self.longest} "
                 f"{where}, got input_ids.shape={shape}; crop the rows"
             )
-        if "labels" in given:
+        if "labels" in inputs:
             accepted = inspect.signature(model.loss_function).parameters  # type: ignore[arg-type]
             if not {"shift_labels", "num_items_in_batch"} <= set(accepted):
                 raise ValueError(
@@ -631,14 +631,14 @@ class SharedRows:
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> Any:
         """The outputs of the whole batch."""
-        found, batch = dict(output), len(kwargs["input_ids"])
-        if found.get("loss") is not None:
-            found["loss"] = sum_of_parts(found["loss"], self.cp)
+        fields, batch = dict(output), len(kwargs["input_ids"])
+        if fields.get("loss") is not None:
+            fields["loss"] = sum_of_parts(fields["loss"], self.cp)
             if model.training:
-                found["logits"] = None
+                fields["logits"] = None
         for name in ("logits", "last_hidden_state"):
-            x = found.get(name)
+            x = fields.get(name)
             if x is not None:
                 x = gather_tokens(x.flatten(0, 1), batch, self.cp)
-                found[name] = x.unflatten(0, (batch, -1))[:, : self.length]
-        return type(output)(**found)
+                fields[name] = x.unflatten(0, (batch, -1))[:, : self.length]
+        return type(output)(**fields)

@@ -15,6 +15,7 @@ from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import make_optimizer
 from fastpar.settings.config import TrainConfig
+from fastpar.settings.parallel import Offload
 
 
 def set_up(
@@ -35,14 +36,15 @@ def set_up(
         emulate=system.fp8_emulate,
     )
     wide = "fp32" if dtype != torch.float32 else None
-    in_effect = parallel.change(
-        grad_dtype=parallel.precision.grad_dtype or wide,
-        accumulate=config.accumulate,
+    parallelize(
+        model,
+        mesh,
+        dataclasses.replace(parallel, accumulate=config.accumulate),
         grad_accum_steps=grad_accum_steps,
-        # pinned also applies to activations, which parallelize() does not know.
-        offload_pinned=parallel.offload.pinned or parallel.offload.what is None,
+        grad_dtype=parallel.precision.grad_dtype or wide,
+        # Its other settings are also of activations, which parallelize() does not know.
+        offload=parallel.offload if parallel.offload.what else Offload(),
     )
-    parallelize(model, mesh, in_effect)
     bus = bus_of(mesh.device, pinned=parallel.offload.pinned) if kept.offload_activations else None
     recompute(model, kept.activation_checkpointing, offload=bus)
     settings = dataclasses.replace(config.optim, lr=config.lr)

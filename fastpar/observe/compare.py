@@ -40,7 +40,7 @@ from fastpar.observe.results import RESULTS, Comparison, Run
 from fastpar.observe.strategies import SINGLE, STRATEGIES, Batch, Settings, build, import_deepspeed
 from fastpar.optim.schedule import cosine_lr
 from fastpar.predict.machine import about_machine
-from fastpar.predict.memory import StepMemory
+from fastpar.predict.measure import StepMemory
 from fastpar.settings.config import AUTO_MICRO_BATCH_TOKENS, derive_batch, usual_warmup
 from fastpar.settings.files import check_at_least, option
 from fastpar.settings.model import GPTConfig, count_parameters
@@ -193,10 +193,10 @@ def experts_of(command: CompareCommand, shape: GPTConfig) -> dict[str, int]:
             f"compare: expected expert_top_k to divide the MLP's width of {4 * shape.n_embd}, "
             f"got expert_top_k={top_k}; set --expert-top-k"
         )
-    found: dict[str, Any] = {"n_expert": command.n_expert, "top_k": top_k}
-    found["expert_hidden"] = 4 * shape.n_embd // top_k
-    replace(shape, **found)
-    return found
+    experts: dict[str, Any] = {"n_expert": command.n_expert, "top_k": top_k}
+    experts["expert_hidden"] = 4 * shape.n_embd // top_k
+    replace(shape, **experts)
+    return experts
 
 
 @dataclass
@@ -481,9 +481,9 @@ def _train(process: ranks.Rank, settings: dict[str, Any], run: Run, text: TextSe
     warnings.simplefilter("ignore")  # of torch and DeepSpeed, about their own calls
     say = process.say if process.rank == 0 else lambda said: None
     rank = Rank(settings, run, text, lambda *step: say(step))
-    found = rank.train()
+    measured = rank.train()
     rank.contender.close()
-    return found
+    return measured
 
 
 def compare(command: CompareCommand) -> int:

@@ -90,8 +90,8 @@ def draw_timeline(panels: Mapping[str, Sequence[Span]], lines: Sequence[str], pa
 
 def rows_of(panels: Iterable[Sequence[Span]]) -> list[str]:
     """The rows with content, from the top."""
-    found = {span.row for spans in panels for span in spans}
-    return [row for row in (HOST, COMPUTE, REDUCE, GATHER, TP, PP) if row in found]
+    present = {span.row for spans in panels for span in spans}
+    return [row for row in (HOST, COMPUTE, REDUCE, GATHER, TP, PP) if row in present]
 
 
 def _draw_row(axes: Any, y: int, spans: Sequence[Span], row: str) -> None:
@@ -123,10 +123,10 @@ def look(name: str) -> dict[str, Any]:
     """Colour, marker and line style of a strategy, the same in every picture."""
     if name == SINGLE:
         return {"color": "black", "marker": "o", "linestyle": "-."}
-    at = [n for n in dict.fromkeys((*_FIRST, *STRATEGIES)) if n != SINGLE].index(name)
+    i = [n for n in dict.fromkeys((*_FIRST, *STRATEGIES)) if n != SINGLE].index(name)
     return {
-        "color": _COLOURS[at % len(_COLOURS)],
-        "marker": _MARKERS[at % len(_MARKERS)],
+        "color": _COLOURS[i % len(_COLOURS)],
+        "marker": _MARKERS[i % len(_MARKERS)],
         "linestyle": "-" if STRATEGIES[name].package == "fastpar" else "--",
     }
 
@@ -162,8 +162,8 @@ def _per_epoch(
     """A point per strategy and epoch, with the range of its repeats."""
     axes = figure.subplots()
     names, epochs = comparison.names, comparison.settings["epochs"]
-    for at, name in enumerate(names):
-        shift = 0.6 * ((at + 0.5) / len(names) - 0.5)
+    for i, name in enumerate(names):
+        shift = 0.6 * ((i + 0.5) / len(names) - 0.5)
         runs = comparison.of(name)
         values = np.array([[value(comparison, run, e) for e in range(epochs)] for run in runs])
         middle = np.median(values, axis=0)
@@ -184,19 +184,19 @@ def _bars(
 ) -> None:
     """A bar per strategy with the range of its repeats, or "not known"."""
     names = comparison.names
-    for at, name in enumerate(names):
+    for y, name in enumerate(names):
         stat = comparison.stat(name, value)
         if stat is None:
-            axes.text(0, at, " not known", va="center", fontsize=8, style="italic")
+            axes.text(0, y, " not known", va="center", fontsize=8, style="italic")
             continue
         colour, xerr = look(name)["color"], None
         if stat.n > 1:
             xerr = [[stat.median - stat.low], [stat.high - stat.median]]
         how = {"xerr": xerr, "error_kw": {"elinewidth": 1.2, "capsize": 3}}
-        axes.barh(at, stat.median, 0.65, color=colour, **how)
+        axes.barh(y, stat.median, 0.65, color=colour, **how)
         text = f"{stat.median:.3g}" if stat.median < 1000 else f"{stat.median:,.0f}"
         offset = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(text, (stat.high, at), fontsize=8, **offset)
+        axes.annotate(text, (stat.high, y), fontsize=8, **offset)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.margins(x=0.14)
@@ -233,11 +233,11 @@ def _curves(
     first, base = next(iter(curves.items()))
     steps, every = np.arange(1, len(base) + 1), max(1, len(base) // 10)
     reach = len(base) // 60
-    for at, (name, own) in enumerate(curves.items()):
-        style = {**look(name), "markevery": (at * every // len(curves), every)}
-        smooth = smoothed(own.tolist(), reach)
+    for i, (name, curve) in enumerate(curves.items()):
+        style = {**look(name), "markevery": (i * every // len(curves), every)}
+        smooth = smoothed(curve.tolist(), reach)
         top.plot(steps, smooth, label=name, markersize=5, linewidth=1, **style)
-        distance = np.abs(own - base)
+        distance = np.abs(curve - base)
         if distance.any():
             shown = np.where(distance > 0, distance, np.nan)
             below.semilogy(steps, shown, markersize=4, linewidth=0.7, **style)

@@ -103,10 +103,10 @@ def _number_of(
 def _ratio_of(value: Callable[[Comparison, Run], float], comparison: Comparison, name: str) -> str:
     """A cell: the median relative to the baseline's."""
     names = name, comparison.baseline or name
-    found, base = (comparison.stat(n, partial(value, comparison)) for n in names)
-    if found is None or base is None or not base.median:
+    stat, base = (comparison.stat(n, partial(value, comparison)) for n in names)
+    if stat is None or base is None or not base.median:
         return NOT_KNOWN
-    return f"{found.median / base.median:.2f}"
+    return f"{stat.median / base.median:.2f}"
 
 
 def _sent_mb(comparison: Comparison, name: str) -> str:
@@ -137,15 +137,15 @@ def head(comparison: Comparison) -> list[str]:
 def rows(comparison: Comparison) -> list[list[str]]:
     """A row per strategy, the fastest first; skipped and failed ones come last, with the reason."""
     measured = [name for name, _ in comparison.ranking(comparison.tokens_per_s, most=True)]
-    found = [[cell(comparison, name) for cell in COLUMNS.values()] for name in measured]
+    table = [[cell(comparison, name) for cell in COLUMNS.values()] for name in measured]
     for name in dict.fromkeys([*comparison.settings["strategies"], *comparison.skipped]):
         if name in comparison.skipped:
-            found.append([name, f"skipped: {comparison.skipped[name]}"])
+            table.append([name, f"skipped: {comparison.skipped[name]}"])
         elif name in comparison.failed and name not in measured:
-            found.append([name, f"failed: {comparison.failed[name]}"])
+            table.append([name, f"failed: {comparison.failed[name]}"])
         elif name not in measured:
-            found.append([name, "stopped before its first run"])
-    return found
+            table.append([name, "stopped before its first run"])
+    return table
 
 
 def markdown(comparison: Comparison) -> str:
@@ -225,20 +225,20 @@ def _losses(comparison: Comparison) -> list[str]:
     verdict = judge_losses(comparison)
     if verdict is None:
         return []
-    found = (
+    difference = (
         f"The largest difference of loss between two strategies is {verdict.difference:.2g}, in "
         f"step {verdict.step} ({verdict.high} above {verdict.low})."
     )
     if verdict.yardstick is None:
         return [
-            found,
+            difference,
             f"Whether that is rounding is not known: {SINGLE} ran in one order of sums only.",
         ]
     judged = "In every step this is within rounding"
     if verdict.beyond is not None:
         judged = "THIS IS MORE THAN ROUNDING, from step {} on, where {} is furthest from the others"
     return [
-        found,
+        difference,
         f"{judged.format(*verdict.beyond or ())}: {SINGLE} with its sums in {verdict.orders} "
         f"orders drifts by {verdict.yardstick:.2g} (allowed: {FACTOR:g} times the drift up to a "
         f"step, or {FLOOR:g} roundings of the loss).",

@@ -128,9 +128,9 @@ class Comparison:
 
     def save(self, path: Path) -> None:
         """Writes a run per line; the file is complete at any time."""
-        known = {name: value for name, value in vars(self).items() if name != "runs"}
+        fields = {name: value for name, value in vars(self).items() if name != "runs"}
         lines = ",\n  ".join(json.dumps(asdict(run)) for run in self.runs)
-        text = json.dumps({"format": FORMAT, **known}, indent=1).removesuffix("\n}")
+        text = json.dumps({"format": FORMAT, **fields}, indent=1).removesuffix("\n}")
         write_text(path, f'{text},\n "runs": [\n  {lines}\n ]\n}}\n')
 
     # Which runs
@@ -152,8 +152,8 @@ class Comparison:
     @property
     def orders(self) -> list[Run]:
         """Successful runs of one process that differ in the order of their sums, one per order."""
-        found = [r for r in self.runs if r.strategy == SINGLE and r.error is None]
-        kinds = {(run.micro_batch_size, run.exact_norm): run for run in reversed(found)}
+        runs = [r for r in self.runs if r.strategy == SINGLE and r.error is None]
+        kinds = {(run.micro_batch_size, run.exact_norm): run for run in reversed(runs)}
         return list(kinds.values())
 
     # Numbers
@@ -199,8 +199,8 @@ class Comparison:
         self, value: Callable[[Run], float | None], *, most: bool
     ) -> list[tuple[str, Stat]]:
         """Strategies and their numbers, the best first."""
-        found = [(name, self.stat(name, value)) for name in self.names]
-        known = [(name, stat) for name, stat in found if stat is not None]
+        stats = [(name, self.stat(name, value)) for name in self.names]
+        known = [(name, stat) for name, stat in stats if stat is not None]
         return sorted(known, key=lambda row: row[1].median, reverse=most)
 
 
@@ -265,9 +265,9 @@ def judge_losses(comparison: Comparison) -> LossVerdict | None:
         together = np.concatenate(list(curves.values()))
         steps = np.flatnonzero(together.max(0) - together.min(0) > limit)
         if len(steps):
-            at = int(steps[0])
-            middle = float(np.median([c[:, at].mean() for c in curves.values()]))
-            outlier = max(names, key=lambda n: float(np.abs(curves[n][:, at] - middle).max()))
-            beyond = (at + 1, outlier)
+            first = int(steps[0])
+            middle = float(np.median([c[:, first].mean() for c in curves.values()]))
+            outlier = max(names, key=lambda n: float(np.abs(curves[n][:, first] - middle).max()))
+            beyond = (first + 1, outlier)
     largest = None if measured is None else float(measured[-1])
     return LossVerdict(*best, largest, len(comparison.orders), beyond)

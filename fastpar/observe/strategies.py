@@ -232,8 +232,8 @@ class _Fastpar(Contender):
 
     def report(self) -> dict[str, float]:
         names = ("step_ms", "compute_ms", "comm_ms", "exposed_ms", "wire_bytes")
-        known = {name: getattr(self.engine.report, name, None) for name in names}
-        values = {name: value for name, value in known.items() if value is not None}
+        numbers = {name: getattr(self.engine.report, name, None) for name in names}
+        values = {name: value for name, value in numbers.items() if value is not None}
         values["live_bytes"] = sum(self.engine.memory().values())
         if self.outer is not None and (steps := self.outer.steps):  # the mean per step
             values["wire_bytes"] = values.get("wire_bytes", 0) + self.outer.sent_bytes / steps
@@ -254,8 +254,8 @@ class _Pipeline(_Fastpar):
         return pipeline_step(self.model, x, y, micro_batches=len(batches))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        mine = {name: w.clone() for name, w in super().weights()}  # gathered only until the end
-        for theirs in gather_tensors(mine, self.engine.mesh.group("pp")):
+        weights = {name: w.clone() for name, w in super().weights()}  # gathered only until the end
+        for theirs in gather_tensors(weights, self.engine.mesh.group("pp")):
             yield from theirs.items()
 
 

@@ -114,8 +114,8 @@ def times_of(events: Iterable[dict[str, Any]]) -> TraceTimes:
     Raises:
         ValueError: the events contain no step.
     """
-    found = [e for e in events if e.get("ph") == "X"]
-    marks = [e for e in found if e.get("cat") == "user_annotation"]
+    complete = [e for e in events if e.get("ph") == "X"]
+    marks = [e for e in complete if e.get("cat") == "user_annotation"]
     named = [(e["name"].removeprefix(PREFIX), e["ts"], e["ts"] + e["dur"]) for e in marks]
     ranges = sorted((_Range(*n) for n in named if n[0] in PHASES), key=lambda r: r.begin)
     steps = sum(r.phase == OPTIMIZER for r in ranges)
@@ -124,8 +124,8 @@ def times_of(events: Iterable[dict[str, Any]]) -> TraceTimes:
             "times_of: expected ranges of phases in the trace, got none; record the steps with "
             "`fastpar profile`"
         )
-    on_gpu, sums = any(e.get("cat") == "kernel" for e in found), _Sums()
-    spans = (_add_gpu if on_gpu else _add_cpu)(sums, found, ranges)
+    on_gpu, sums = any(e.get("cat") == "kernel" for e in complete), _Sums()
+    spans = (_add_gpu if on_gpu else _add_cpu)(sums, complete, ranges)
     return sums.times(steps, spans)
 
 
@@ -143,10 +143,10 @@ def _shape(event: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(d) for d in dims if d and all(isinstance(n, int) for n in d))
 
 
-def _add_cpu(sums: _Sums, found: list[dict[str, Any]], ranges: Sequence[_Range]) -> list[Span]:
+def _add_cpu(sums: _Sums, events: list[dict[str, Any]], ranges: Sequence[_Range]) -> list[Span]:
     names = {PREFIX + phase for phase in PHASES}
-    thread = next(e["tid"] for e in found if e["name"] in names)
-    own = [e for e in found if e["tid"] == thread and e["name"] not in names]
+    thread = next(e["tid"] for e in events if e["name"] in names)
+    own = [e for e in events if e["tid"] == thread and e["name"] not in names]
     own = [e for e in own if e.get("cat") in ("cpu_op", "user_annotation")]
     own.sort(key=lambda e: (e["ts"], -e["dur"]))
     begins = [r.begin for r in ranges]
@@ -176,23 +176,23 @@ def _own_times(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any
 
     The flag says whether an event is nested in one of its own name: then it is not another call.
     """
-    own = [float(e["dur"]) for e in events]
+    left_us = [float(e["dur"]) for e in events]
     nested = [False] * len(events)
     open_: list[int] = []
     for i, event in enumerate(events):
         while open_ and event["ts"] >= events[open_[-1]]["ts"] + events[open_[-1]]["dur"]:
             open_.pop()
         if open_:
-            own[open_[-1]] -= event["dur"]
+            left_us[open_[-1]] -= event["dur"]
         nested[i] = any(_short(events[j]["name"]) == _short(event["name"]) for j in open_)
         open_.append(i)
-    return ((event, max(0.0, us), again) for event, us, again in zip(events, own, nested))
+    return ((event, max(0.0, us), again) for event, us, again in zip(events, left_us, nested))
 
 
-def _add_gpu(sums: _Sums, found: list[dict[str, Any]], ranges: Sequence[_Range]) -> list[Span]:
-    by_id = {e.get("args", {}).get("External id"): e for e in found if e.get("cat") == "cpu_op"}
+def _add_gpu(sums: _Sums, events: list[dict[str, Any]], ranges: Sequence[_Range]) -> list[Span]:
+    by_id = {e.get("args", {}).get("External id"): e for e in events if e.get("cat") == "cpu_op"}
     by_id.pop(None, None)
-    work = _by_range(found, ranges)
+    work = _by_range(events, ranges)
     spans = [_span(HOST, r.phase, r.begin, r.end) for r in ranges]
     begins = [min((e["ts"] for e in part), default=math.inf) for part in work]
     until = first = min(ranges[0].begin, *begins)
@@ -223,18 +223,18 @@ def _add_gpu(sums: _Sums, found: list[dict[str, Any]], ranges: Sequence[_Range])
     return _merged(window(spans, first / 1e3, until / 1e3))
 
 
-def _by_range(found: list[dict[str, Any]], ranges: Sequence[_Range]) -> list[list[dict[str, Any]]]:
+def _by_range(events: list[dict[str, Any]], ranges: Sequence[_Range]) -> list[list[dict[str, Any]]]:
     """For each range the kernels and copies that were launched in it, by begin."""
     launched = {
         e["args"]["correlation"]: e["ts"]
-        for e in found
+        for e in events
         if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
     }
     begins = [r.begin for r in ranges]
     work: list[list[dict[str, Any]]] = [[] for _ in ranges]
-    for event in sorted((e for e in found if e.get("cat") in _GPU_WORK), key=lambda e: e["ts"]):
-        at = launched.get(event["args"].get("correlation"), event["ts"])
-        index = bisect.bisect_right(begins, at) - 1
+    for event in sorted((e for e in events if e.get("cat") in _GPU_WORK), key=lambda e: e["ts"]):
+        launch_us = launched.get(event["args"].get("correlation"), event["ts"])
+        index = bisect.bisect_right(begins, launch_us) - 1
         if index >= 0:
             work[index].append(event)
     return work
@@ -247,7 +247,7 @@ def _span(row: str, name: str, begin_us: float, end_us: float) -> Span:
 def _merged(spans: Sequence[Span]) -> list[Span]:
     """Joins spans across gaps too small to see."""
     longest = _LONGEST_GAP * max((s.end_ms for s in spans), default=0.0)
-    found: list[Span] = []
+    merged: list[Span] = []
     newest: dict[tuple[str, str], Span] = {}
     for span in sorted(spans, key=lambda s: s.begin_ms):
         before = newest.get((span.row, span.name))
@@ -255,8 +255,8 @@ def _merged(spans: Sequence[Span]) -> list[Span]:
             before.end_ms = max(before.end_ms, span.end_ms)
         else:
             newest[span.row, span.name] = span
-            found.append(span)
-    return found
+            merged.append(span)
+    return merged
 
 
 def _by_priority(

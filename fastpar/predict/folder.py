@@ -20,12 +20,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import fnmatch
+import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +55,7 @@ OF_GPTS = (  # options that only models of `fastpar train` have
     *("n_layer", "n_head", "n_embd", "vocab_size", "n_expert", "expert_top_k", "expert_hidden"),
     *("pp", "tp_grid", "optimizer", "fp8", "measure"),
 )
+_replaced = functools.partial(mock.patch.object, create=True)
 _STYLES = {  # of transformers
     **{"colwise": Column(), "rowwise": Row(), "embedding_rowwise": Vocab()},
     **dict.fromkeys(("colwise_gather_output", "colwise_rep"), Head()),
@@ -212,9 +215,9 @@ class FolderModel:
                 self._loss(ids)
             for hook in hooks:
                 hook.remove()
-            found = [_run_block(self.blocks[i], *calls[i][:2]) for i in firsts]
+            measured = [_run_block(self.blocks[i], *calls[i][:2]) for i in firsts]
             rest = self._run_rest(ids, calls)
-        kept, needs = zip(*found)
+        kept, needs = zip(*measured)
         return Sizes(length, kept, needs, *rest)
 
     def _loss(self, ids: Tensor) -> Tensor:
@@ -270,21 +273,6 @@ class FolderModel:
         shapes = tuple(tuple(p.shape) for p in params)
         names = tuple(inside.get(p, "") for p in params)
         return GPTBuckets(shapes, names, layout, 1, DTYPES[setup.grad_dtype].itemsize, (0, 0))
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute meanwhile."""
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 def _drop(p: Any) -> None:
@@ -351,8 +339,8 @@ def _split(model: Any, pattern: str, style: Any, tp: int) -> None:
         elif isinstance(how, Column | Row | Vocab | Head):
             _shrink(module, name, tp, rows=isinstance(how, Row))
         if isinstance(how, Head):  # the logits of all ranks
-            own = module.forward
-            module.forward = lambda x, own=own: torch.cat([own(x)] * tp, -1)
+            forward = module.forward
+            module.forward = lambda x, forward=forward: torch.cat([forward(x)] * tp, -1)
 
 
 def _shrink(module: Any, name: str, tp: int, *, rows: bool) -> None:
@@ -361,10 +349,10 @@ def _shrink(module: Any, name: str, tp: int, *, rows: bool) -> None:
     for key, p in [*module.named_parameters(recurse=False)]:
         if p.dim() == 1 and rows:
             continue
-        at = int(rows != turned) if p.dim() > 1 else 0
-        if p.shape[at] % tp:
+        dim = int(rows != turned) if p.dim() > 1 else 0
+        if p.shape[dim] % tp:
             raise SplitError(f"tp={tp} does not divide '{name}.{key}', {list(p.shape)}")
-        part = p.detach().narrow(at, 0, p.shape[at] // tp)
+        part = p.detach().narrow(dim, 0, p.shape[dim] // tp)
         setattr(module, key, nn.Parameter(torch.empty_like(part), requires_grad=p.requires_grad))
     if turned and not rows:
         module.nf //= tp
@@ -374,7 +362,8 @@ class _Table(Table):
     """The table of a rank of a FolderModel."""
 
     def __init__(self, model: FolderModel, setup: Setup, sizes: Sizes) -> None:
-        self.setup, self.own, full = setup, sizes.own, setup.activation_checkpointing == "full"
+        self.setup, self.own = setup, sizes.own
+        full = setup.recompute.activation_checkpointing == "full"
         tables = [m.weight for m in model.model.modules() if isinstance(m, nn.Embedding)]
         rows, width = max((p.shape for p in tables), key=lambda shape: shape[0] * shape[1])
         self.table, self.residual = (rows, width), 0.0
@@ -438,8 +427,8 @@ def load(folder: str, dtype: str) -> Any:
 def longest(config: Any) -> int:
     """Tokens of a sequence that a model allows, at most LONGEST."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
-    known = (getattr(config, name, None) for name in names)
-    return min(LONGEST, next((n for n in known if isinstance(n, int) and n > 0), LONGEST))
+    lengths = (getattr(config, name, None) for name in names)
+    return min(LONGEST, next((n for n in lengths if isinstance(n, int) and n > 0), LONGEST))
 
 
 def fits_of(
@@ -451,7 +440,7 @@ def fits_of(
     Raises:
         ValueError: a batch that no layout divides; a model whose code needs values.
     """
-    found: list[Fit] = []
+    fits: list[Fit] = []
     left_out = dict[str, None]()
     whole = None
     for tp in divisors(per_node):
@@ -474,13 +463,13 @@ def fits_of(
             continue
         whole = whole or numel
         for stage, mode in itertools.product(range(4 if ranks > 1 else 1), ("none", "full")):
-            found.append(_largest(split, template, (tp, stage, mode), one, two, batch, limit_bytes))
-    if not found:
+            fits.append(_largest(split, template, (tp, stage, mode), one, two, batch, limit_bytes))
+    if not fits:
         raise ValueError(
             f"plan: expected batch_size as a multiple of the data-parallel ranks, got batch_size="
             f"{batch} with gpus={template.world_size}; use --batch-size {template.world_size}"
         )
-    return found, [*left_out]
+    return fits, [*left_out]
 
 
 def _largest(
@@ -525,7 +514,9 @@ def make_fits(command: Any, template: Setup, per_node: int, limit_bytes: float) 
     fits, left_out = fits_of(
         model, template, batch=batch, length=length, per_node=per_node, limit_bytes=limit_bytes
     )
-    fits.sort(key=lambda fit: (not fit.fits, fit.setup.tp, _has_full(fit), fit.setup.zero_stage))
+    fits.sort(
+        key=lambda fit: (not fit.fits, fit.setup.tp, _has_full(fit), fit.setup.parallel.zero_stage)
+    )
     n = sum(p.numel() for p in model.parameters())
     plan = {} if model.config.model_type == "gpt2" else _plan_of(model)
     short = {k: type(_STYLES[how]).__name__.lower() for k, how in plan.items() if how in _STYLES}
@@ -533,7 +524,7 @@ def make_fits(command: Any, template: Setup, per_node: int, limit_bytes: float) 
 
 
 def _has_full(fit: Fit) -> bool:
-    return fit.setup.activation_checkpointing == "full"
+    return fit.setup.recompute.activation_checkpointing == "full"
 
 
 @dataclass(frozen=True)
@@ -551,7 +542,7 @@ class FolderPlan:
     def lines(self, limit_bytes: float) -> list[str]:
         """The report."""
         text = f"{self.batch} sequences of {self.length:,} tokens"
-        found = [
+        lines = [
             f"model    {self.kind}: {self.n_parameters:,} parameters",
             f"step     {text} (--batch-size, --block-size); times are not predicted",
             f"memory   {size_text(limit_bytes)} per rank for tensors",
@@ -560,21 +551,22 @@ class FolderPlan:
         rows = [("layout", "micro-batch", "recompute", "peak", "")]
         for fit in self.fits:
             s, fits = fit.setup, "fits" if fit.fits else "does not fit"
-            mode = s.activation_checkpointing
+            mode = s.recompute.activation_checkpointing
             micro = f"{s.micro_batch_size} x {s.grad_accum_steps}"
             rows.append((layout_text(s), micro, mode, size_text(fit.memory.total), fits))
         widths = [max(map(len, column)) for column in zip(*rows)]
-        found += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        found += [f"left out {why}" for why in self.left_out]
+        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines += [f"left out {why}" for why in self.left_out]
         best = self.fits[0]
-        found += ["", f"peak     {best.memory} on {layout_text(best.setup)}"]
+        lines += ["", f"peak     {best.memory} on {layout_text(best.setup)}"]
         s = best.setup
         mesh = f"fastpar.Mesh(tp={s.tp})" if s.tp > 1 else "fastpar.Mesh()"
         plan = ", tp_plan=plan" if s.tp > 1 and self.tp_plan else ""
         if plan:
-            found += ["plan = {", *(f'    "{k}": "{v}",' for k, v in self.tp_plan.items()), "}"]
-        found.append(f"fastpar.parallelize(model, {mesh}, zero_stage={s.zero_stage}{plan})")
-        return found
+            lines += ["plan = {", *(f'    "{k}": "{v}",' for k, v in self.tp_plan.items()), "}"]
+        stage = s.parallel.zero_stage
+        lines.append(f"fastpar.parallelize(model, {mesh}, zero_stage={stage}{plan})")
+        return lines
 
     def rows(self) -> list[dict[str, Any]]:
         """For JSON."""

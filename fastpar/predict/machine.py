@@ -181,8 +181,8 @@ def host_of(generation: str) -> Host:
 
 def device_of(torch_name: str) -> Device | None:
     """The device that torch.cuda.get_device_name() names; None: not in the table."""
-    found = (device for device in DEVICES if re.search(device.pattern, torch_name))
-    return next(found, None)
+    devices = (device for device in DEVICES if re.search(device.pattern, torch_name))
+    return next(devices, None)
 
 
 def find_device(name: str) -> Device:
@@ -192,11 +192,11 @@ def find_device(name: str) -> Device:
         ValueError: unknown; names the nearest and all.
     """
     plain = re.sub(r"[\s_]+", "-", name.strip().lower()).removeprefix("nvidia-")
-    known = {other: device for device in DEVICES for other in (device.name, *device.aliases)}
-    found = known.get(plain) or device_of(name)
-    if found is None:
-        raise _unknown("device", name, plain, known, [device.name for device in DEVICES])
-    return found
+    by_name = {other: device for device in DEVICES for other in (device.name, *device.aliases)}
+    match = by_name.get(plain) or device_of(name)
+    if match is None:
+        raise _unknown("device", name, plain, by_name, [device.name for device in DEVICES])
+    return match
 
 
 def find_link(name: str) -> Link:
@@ -207,17 +207,17 @@ def find_link(name: str) -> Link:
     """
     plain = re.sub(r"[\s_]+", "-", name.strip().lower())
     plain = plain.replace("ethernet", "eth").replace("infiniband", "ib")
-    known = {link.name: link for link in LINKS}
-    if plain not in known:
-        raise _unknown("link", name, plain, known, list(known))
-    return known[plain]
+    by_name = {link.name: link for link in LINKS}
+    if plain not in by_name:
+        raise _unknown("link", name, plain, by_name, list(by_name))
+    return by_name[plain]
 
 
 def _unknown(
-    what: str, name: str, plain: str, known: Mapping[str, Any], listed: list[str]
+    what: str, name: str, plain: str, by_name: Mapping[str, Any], listed: list[str]
 ) -> ValueError:
-    close = difflib.get_close_matches(plain, list(known), n=1, cutoff=0.3)
-    hint = f"did you mean {known[close[0]].name}? " if close else ""
+    close = difflib.get_close_matches(plain, list(by_name), n=1, cutoff=0.3)
+    hint = f"did you mean {by_name[close[0]].name}? " if close else ""
     return ValueError(
         f"find_{what}: expected a {what} of the table, got name={name!r}; "
         f"{hint}choose one of {', '.join(listed)}"
@@ -339,42 +339,42 @@ class Traffic(NamedTuple):
 Way = Callable[[Group, float], Traffic]
 
 
-def ring(at: Group, n_bytes: float, times: int = 1) -> Traffic:
+def ring(group: Group, n_bytes: float, times: int = 1) -> Traffic:
     """Every byte visits all ranks; times: 2 for an all-reduce, which is both halves."""
-    sent, across = times * (at.ranks - 1) / at.ranks * n_bytes, at.nodes > 1
-    hops = times * (at.ranks - at.nodes), times * at.nodes * across
-    return Traffic(sent * (at.local > 1), sent / at.local * across, *hops)
+    sent, across = times * (group.ranks - 1) / group.ranks * n_bytes, group.nodes > 1
+    hops = times * (group.ranks - group.nodes), times * group.nodes * across
+    return Traffic(sent * (group.local > 1), sent / group.local * across, *hops)
 
 
-def tree(at: Group, n_bytes: float, times: int = 1) -> Traffic:
+def tree(group: Group, n_bytes: float, times: int = 1) -> Traffic:
     """A chain inside nodes, two binary trees between them; times: 2 for up and down."""
     sent = times * n_bytes
-    between = sent / at.local * (at.nodes > 1)
-    return Traffic(sent * (at.local > 1), between, *_levels(at, times))
+    between = sent / group.local * (group.nodes > 1)
+    return Traffic(sent * (group.local > 1), between, *_levels(group, times))
 
 
-def hierarchy(at: Group, n_bytes: float, times: int = 1) -> Traffic:
+def hierarchy(group: Group, n_bytes: float, times: int = 1) -> Traffic:
     """Rings inside nodes, then a ring of the nodes; times: as in ring()."""
-    inside = times * (at.local - 1) / at.local * n_bytes
-    between = times * (at.nodes - 1) / at.nodes * n_bytes / at.local
-    return Traffic(inside, between, *_levels(at, times), in_turn=True)
+    inside = times * (group.local - 1) / group.local * n_bytes
+    between = times * (group.nodes - 1) / group.nodes * n_bytes / group.local
+    return Traffic(inside, between, *_levels(group, times), in_turn=True)
 
 
-def pairs(at: Group, n_bytes: float) -> Traffic:
+def pairs(group: Group, n_bytes: float) -> Traffic:
     """Every rank sends its slice to every other."""
-    slices = n_bytes / at.ranks
-    near, far = at.local - 1, at.ranks - at.local
+    slices = n_bytes / group.ranks
+    near, far = group.local - 1, group.ranks - group.local
     return Traffic(near * slices, far * slices, near, far)
 
 
-def message(at: Group, n_bytes: float) -> Traffic:
+def message(group: Group, n_bytes: float) -> Traffic:
     """From one device to one other, the farthest in the group."""
-    far = at.nodes > 1
+    far = group.nodes > 1
     return Traffic(n_bytes * (not far), n_bytes * far, int(not far), int(far))
 
 
-def _levels(at: Group, times: int) -> tuple[int, int]:
-    return times * (at.local - 1), times * math.ceil(math.log2(at.nodes))
+def _levels(group: Group, times: int) -> tuple[int, int]:
+    return times * (group.local - 1), times * math.ceil(math.log2(group.nodes))
 
 
 WAYS: dict[str, tuple[Way, ...]] = {
@@ -403,10 +403,10 @@ class Network:
             kind: one of WAYS.
             n_bytes: of the full tensor, as in CommOp.
         """
-        at = place(ranks, stride, self.cluster.per_node)
+        group = place(ranks, stride, self.cluster.per_node)
         if ranks == 1:
             return Traffic(0.0, 0.0, 0, 0)
-        return min((way(at, n_bytes) for way in WAYS[kind]), key=self.traffic_s)
+        return min((way(group, n_bytes) for way in WAYS[kind]), key=self.traffic_s)
 
     def seconds(self, kind: str, n_bytes: float, ranks: int, stride: int = 1) -> float:
         """Seconds of one collective; arguments as in traffic()."""

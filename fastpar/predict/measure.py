@@ -1,7 +1,24 @@
-"""`fastpar plan --measure`: real steps of the best layouts, on this machine's ranks.
+"""Real steps: their time for `fastpar plan --measure`, on this machine's ranks, and their memory.
 
 All ranks of a layout train at the same time, as in a run: they share the machine's cores, caches
 and links. Layouts take turns, because what else runs there changes within minutes.
+
+A step's peak memory is measured with StepMemory:
+
+    with StepMemory(device) as memory:
+        step()
+    print(memory.peak_bytes)
+
+On a GPU it is the peak of torch's allocator. The CPU's allocator records no peak, but reports every
+allocation and release to a profiler: the peak is the highest sum of these, on top of what was alive
+before. Alive are the storages of all tensors that Python knows, and this rank's share of memory
+that ranks share (comm/transports.py), which does not come from torch's allocators.
+
+Not counted: a transport's own memory (NCCL's buffers; up to 8 MiB per group of the shared memory),
+the heaps of the interpreter and of libraries, and on the CPU allocations by other threads.
+
+[Note: what Python does not know] Buckets of torch's DDP belong to C++ alone. For such strategies
+enter with alive_bytes=0 before the model is built, and call begin_step() before the step.
 """
 
 from __future__ import annotations
@@ -10,6 +27,7 @@ import gc
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +35,15 @@ import torch
 from fastpar.axes.step import Setup, Workload
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.ranks import Rank, Ranks, threads_per_rank
+from fastpar.comm.transports import shared_bytes, shared_ranges
 from fastpar.data.batches import sample_batch, to_device
 from fastpar.doctor.trial import synchronize
-from fastpar.engine.engine import engine_of
+from fastpar.engine.engine import Engine, engine_of
 from fastpar.engine.pipeline_step import pipeline_step
 from fastpar.files.tensor_file import DTYPES
 from fastpar.kernels import make_key
+from fastpar.kernels.backend import _C
+from fastpar.kernels.loss.linear_cross_entropy import workspace_bytes
 from fastpar.models.gpt import GPT
 from fastpar.models.set_up import set_up
 from fastpar.settings.mesh import parse_grid
@@ -36,7 +57,7 @@ class ShortRun:
     """The model of a workload, set up on the ranks, and steps of it.
 
     Args:
-        mesh: with setup.world_size ranks, setup.tp and setup.pp.
+        mesh: with setup.world_size ranks, setup.tp and setup.mesh.pp.
     Ranks: all.
     """
 
@@ -120,22 +141,22 @@ def measure(
     Raises:
         RuntimeError: a rank died.
     """
-    ranks, found = setups[0].world_size, [list[float]() for _ in setups]
+    ranks, times_s = setups[0].world_size, [list[float]() for _ in setups]
     with Ranks(
         ranks, threads=threads_per_rank(threads, ranks), device=setups[0].device_type
     ) as pool:
         stop = time.monotonic() + seconds
-        while not found[-1] or time.monotonic() < stop:
-            for setup, times in zip(setups, found):
+        while not times_s[-1] or time.monotonic() < stop:
+            for setup, times in zip(setups, times_s):
                 times += slowest(pool.call(_turn, workload, setup))
-    return found
+    return times_s
 
 
 def mesh_of(setup: Setup, device: torch.device | str) -> Mesh:
     """The mesh of a layout. Ranks: all."""
-    if setup.tp_grid is not None:
-        return Mesh(tp_grid=parse_grid(setup.tp_grid), device=device)
-    return Mesh(tp=setup.tp, cp=setup.cp, pp=setup.pp, ep=setup.ep, device=device)
+    if setup.mesh.tp_grid is not None:
+        return Mesh(tp_grid=parse_grid(setup.mesh.tp_grid), device=device)
+    return Mesh(tp=setup.tp, cp=setup.mesh.cp, pp=setup.mesh.pp, ep=setup.mesh.ep, device=device)
 
 
 def _turn(rank: Rank, workload: Workload, setup: Setup) -> list[float]:
@@ -147,3 +168,113 @@ def _turn(rank: Rank, workload: Workload, setup: Setup) -> list[float]:
     del run
     gc.collect()
     return times
+
+
+# Memory
+
+_MARK = "fastpar: a step begins"
+
+
+class StepMemory:
+    """Measures the peak between entering, or the last begin_step(), and leaving.
+
+    Args:
+        device: where the step computes.
+        alive_bytes: this rank's memory on entering; None: this process's. Ranks that are threads of
+            one process must pass it.
+    Attributes:
+        alive_bytes: before the step; peak_bytes: during it, alive_bytes included; left_bytes: after
+            it. Known after leaving.
+    Ranks: each on its own; nothing is sent.
+    """
+
+    def __init__(self, device: torch.device, *, alive_bytes: int | None = None) -> None:
+        self.device = device
+        self._given = alive_bytes
+        self.alive_bytes = self.peak_bytes = self.left_bytes = 0
+
+    def __enter__(self) -> StepMemory:
+        if self.device.type == "cuda":
+            self.begin_step()
+        else:
+            self.alive_bytes = alive_bytes() if self._given is None else self._given
+            self._shared = shared_bytes()
+            _start_profiler()
+        return self
+
+    def begin_step(self) -> None:
+        """Resets the peak."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.alive_bytes = torch.cuda.memory_allocated(self.device)
+        else:
+            with torch.autograd.profiler.record_function(_MARK):
+                pass
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+            self.left_bytes = torch.cuda.memory_allocated(self.device)
+            return
+        now = peak = self.alive_bytes + shared_bytes() - self._shared
+        for kind, name, size in _stop_profiler():
+            if kind == "memory_alloc":
+                now += size
+                peak = max(peak, now)
+            elif name == _MARK and kind == "push":
+                self.alive_bytes = peak = now
+        self.peak_bytes, self.left_bytes = peak, now
+
+
+def held_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> int:
+    """What a rank holds between two steps: the engine's tensors, the optimizer's, workspaces.
+
+    Do not use alive_bytes() in a process with other threads: it briefly references every object,
+    and a tuple that a thread is building then fails to grow (SystemError).
+    """
+    storages = {}
+    for state in optimizer.state.values():
+        for x in state.values():
+            if isinstance(x, torch.Tensor):
+                storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return sum(engine.memory().values()) + sum(storages.values()) + workspace_bytes()
+
+
+def alive_bytes() -> int:
+    """Bytes of all tensors in this process's CPU memory, each storage once; see held_bytes()."""
+    shared = shared_ranges()
+    storages: dict[int, int] = {}
+    for x in gc.get_objects():
+        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu":
+            continue
+        if x.layout != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(x):
+            continue
+        storage = x.untyped_storage()
+        start = storage.data_ptr()
+        if storage.nbytes() and not any(a <= start < b for a, b in shared):
+            storages[start] = storage.nbytes()
+    workspace = 0 if _C is None else torch.ops.fastpar._workspace_bytes()  # no tensors of Python
+    return sum(storages.values()) + shared_bytes() + workspace
+
+
+# torch's older profiler: unlike the newer one it is local to a thread, so that ranks may be
+# threads, and it prints nothing.
+
+
+def _start_profiler() -> None:
+    from torch._C._profiler import _ExperimentalConfig
+    from torch.autograd import ProfilerConfig, ProfilerState, _enable_profiler_legacy
+
+    record_shapes, memory, stack, flops, modules = False, True, False, False, False
+    options = (record_shapes, memory, stack, flops, modules, _ExperimentalConfig())
+    _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *options))
+
+
+def _stop_profiler() -> list[tuple[str, str, int]]:
+    """(kind, name, bytes) of this thread's events, in order."""
+    from torch.autograd import _disable_profiler_legacy
+
+    events: list[Any] = [event for thread in _disable_profiler_legacy() for event in thread]
+    return [(e.kind(), e.name(), e.cpu_memory_usage()) for e in events]

@@ -1,4 +1,4 @@
-"""The peak memory of a training step: predicted for the fullest rank, measured on this one.
+"""The peak memory of a training step, predicted for the fullest rank.
 
 The prediction is arithmetic; nothing runs. A step's memory is what stays (parameters, gradients,
 the optimizer's state), and what is temporary: a fold over the table of parts, from the loss back to
@@ -8,8 +8,8 @@ optimizer's own temporary memory. It is within 5 % of nine in ten measured steps
 than 10 % too low (tests/predict/test_memory_model.py).
 
 On a GPU a chunk's logits are freed, and attention keeps one number per row instead of two. Not
-predicted: what StepMemory does not measure either (transports' own buffers), the random state of
-recomputed blocks, and oneDNN's packed operands of 16-bit products on a CPU.
+predicted: what StepMemory (measure.py) does not measure either, such as transports' own buffers,
+the random state of recomputed blocks, and oneDNN's packed operands of 16-bit products on a CPU.
 
 [Note: units] own: the features of this rank's tokens between blocks, [N, C] ([N/tp, C] under
 sequence parallelism); whole: of all tokens. All in bytes of the weights' format. What a block keeps
@@ -20,35 +20,15 @@ products and attention, under "full" its inputs: x and delta (the first block ha
 activations, what was received and what was sent, and on the last stage the gradient of the head's
 input, the norm's output and dweight; also the gradient that the running backward was given, and the
 message that is received ahead.
-
-It is measured with StepMemory:
-
-    with StepMemory(device) as memory:
-        step()
-    print(memory.peak_bytes)
-
-On a GPU it is the peak of torch's allocator. The CPU's allocator records no peak, but reports every
-allocation and release to a profiler: the peak is the highest sum of these, on top of what was alive
-before. Alive are the storages of all tensors that Python knows, and this rank's share of memory
-that ranks share (comm/transports.py), which does not come from torch's allocators.
-
-Not counted: a transport's own memory (NCCL's buffers; up to 8 MiB per group of the shared memory),
-the heaps of the interpreter and of libraries, and on the CPU allocations by other threads.
-
-[Note: what Python does not know] Buckets of torch's DDP belong to C++ alone. For such strategies
-enter with alive_bytes=0 before the model is built, and call begin_step() before the step.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from fastpar.axes import every
 from fastpar.axes.context import attended_heads
@@ -58,12 +38,10 @@ from fastpar.axes.pipeline import RankParts, parts_of
 from fastpar.axes.pipeline.schedules import Held, held_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.axes.wires import message_bytes
-from fastpar.comm.transports import shared_bytes, shared_ranges
-from fastpar.engine.engine import Engine
 from fastpar.engine.gradients import IN_FLIGHT as IN_REDUCTION
-from fastpar.kernels.backend import _C, has_bf16_gemm
+from fastpar.kernels.backend import has_bf16_gemm
 from fastpar.kernels.linear.fp8 import BLOCK
-from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows, workspace_bytes
+from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows
 from fastpar.kernels.orthogonalize import TOGETHER
 from fastpar.optim.adafactor import BATCH
 from fastpar.predict.time import matrices_of, product_bytes
@@ -130,14 +108,14 @@ def states_of(shape: GPTConfig | None, setup: Setup, buckets: GPTBuckets) -> Mem
     # Padding has no state. A rank can have slightly more than its share of the state.
     elements = buckets.share(n)
     state = setup.state_bytes * elements
-    if setup.optimizer == "adamw" and setup.moment_dtype == "int8":
+    if setup.optim.optimizer == "adamw" and setup.optim.moment_dtype == "int8":
         state += 2 * 4 / _MOMENT_BLOCK * elements
-    if setup.optimizer == "adafactor":  # means of rows and columns
+    if setup.optim.optimizer == "adafactor":  # means of rows and columns
         state += 4 * sum(map(sum, buckets.matrices)) * elements / buckets.elements
-    if setup.optimizer == "muon":  # one momentum, not two moments
+    if setup.optim.optimizer == "muon":  # one momentum, not two moments
         assert shape is not None
-        for found in matrices_of(shape, buckets, setup):
-            state -= 4 * found.held
+        for matrices in matrices_of(shape, buckets, setup):
+            state -= 4 * matrices.held
     sizes: dict[str, float] = {"optimizer": state}
     for axis in every():
         axis.states(setup, buckets, sizes)
@@ -199,7 +177,7 @@ class Table:
     of_loss: tuple[float, float]
 
     def __init__(self, workload: Workload, setup: Setup) -> None:
-        shape, tp, grid = workload.shape, setup.tp, setup.tp_grid is not None
+        shape, tp, grid = workload.shape, setup.tp, setup.mesh.tp_grid is not None
         self.shape, self.setup, self.tied = shape, setup, shape.tied
         on_gpu, item = setup.device_type == "cuda", setup.weight_bytes
         n = self.n = setup.tokens_of_rank(workload)
@@ -218,10 +196,11 @@ class Table:
             **{"H": row * shape.hidden / tp, "2H": 2 * row * shape.hidden / tp},
             "R": row * shape.n_embd,
         }
-        self.letters = widths(shape, tp, setup.ep)
+        self.letters = widths(shape, tp, setup.mesh.ep)
         rows = self.letters["V"]
         self.table = rows, shape.n_embd
-        self.batch = 16.0 * n * setup.cp * setup.rows * setup.depth  # a grid's rank has all of it
+        # A grid's rank has all of it.
+        self.batch = 16.0 * n * setup.mesh.cp * setup.rows * setup.depth
         self.residual = self.own * (2 if shape.dropout else 1)  # of x and delta
         # Whether a product of dweight is rounded before it is added in fp32.
         rounds = item == 2 and not on_gpu and not has_bf16_gemm
@@ -237,9 +216,10 @@ class Table:
         self.blocks: Sequence[Block] = (dense, sparse)
 
     def _keeps(self, part: Part) -> float:
-        if part.keeps and part.name in products(self.setup.fp8):  # 8-bit codes, and their scales
+        system = self.setup.flags.system
+        if part.keeps and part.name in products(system.fp8):  # 8-bit codes, and their scales
             k = self.letters[part.into]
-            scales = {"row": 1, "block": -(-k // BLOCK), "tensor": 0}[self.setup.fp8_scaling]
+            scales = {"row": 1, "block": -(-k // BLOCK), "tensor": 0}[system.fp8_scaling]
             return self.n * (k + 4 * scales)
         return sum(self.sizes[letter] for letter in part.keeps)
 
@@ -255,17 +235,18 @@ class Table:
 
     def _numel(self, part: Part) -> int:
         s = self.setup
-        shapes = shapes_of([part], self.shape, s.tp, s.rows * (s.tp_grid is not None), s.ep)
+        rows = s.rows * (s.mesh.tp_grid is not None)
+        shapes = shapes_of([part], self.shape, s.tp, rows, s.mesh.ep)
         return sum(map(math.prod, shapes))
 
     def _block(self, *, experts: bool) -> Block:
         parts, sizes = block_parts(self.shape, experts=experts), self.sizes
-        mode = self.setup.activation_checkpointing
+        mode = self.setup.recompute.activation_checkpointing
         steps = [Step(self._keeps(p), self._needs(p), self._numel(p)) for p in parts]
         everything, rows = sum(step.frees for step in steps), sizes["R"] * experts
         if mode == "none":
             return Block(everything, 0.0, tuple(steps), 0.0)
-        travel = self.setup.ep > 1
+        travel = self.setup.mesh.ep > 1
         if mode == "full":
             last = self.own * (1 + self.split) + self.whole + rows * (1 + travel)
             return Block(2 * self.own, everything, tuple(steps), last)
@@ -317,14 +298,14 @@ class Moment(NamedTuple):
 
 def _kept(table: Table, layers: Sequence[int]) -> float:
     """Kept by these blocks; of offloaded inputs: of the block in backward, the next, the last."""
-    layers = layers[-3:] if table.setup.offload_activations else layers
+    layers = layers[-3:] if table.setup.recompute.offload_activations else layers
     kept = sum(table.blocks[kind].kept for kind in layers)
-    return kept - table.own * (table.setup.activation_checkpointing == "full")
+    return kept - table.own * (table.setup.recompute.activation_checkpointing == "full")
 
 
 def _others(table: Table, parts: RankParts, now: Held) -> float:
     """What a pipeline keeps of other micro-batches and chunks; see [Note: a pipeline's rank]."""
-    if table.setup.pp == 1:
+    if table.setup.mesh.pp == 1:
         return 0.0
     kept, last = 0.0, len(parts.layers) - 1
     for chunk, (n, layers) in enumerate(zip(now.held, parts.layers)):
@@ -381,13 +362,13 @@ def moments(table: Table, parts: RankParts, held: Held, buckets: GPTBuckets) -> 
 
 def _update_bytes(workload: Workload, setup: Setup, buckets: GPTBuckets) -> float:
     """Temporary memory of the optimizer's step; AdamW's needs none."""
-    if setup.optimizer == "adafactor":
+    if setup.optim.optimizer == "adafactor":
         return _adafactor_scratch(setup, buckets)
-    if setup.optimizer == "muon":
-        found = matrices_of(workload.shape, buckets, setup)
-        room = product_bytes(setup) * max(matrices.room for matrices in found)
+    if setup.optim.optimizer == "muon":
+        owned = matrices_of(workload.shape, buckets, setup)
+        room = product_bytes(setup) * max(matrices.room for matrices in owned)
         if setup.device_type == "cuda":  # values and products in fp32 and 16 bits
-            room += 14.0 * max(min(TOGETHER, matrices.numel / matrices.n_dp) for matrices in found)
+            room += 14.0 * max(min(TOGETHER, matrices.numel / matrices.n_dp) for matrices in owned)
         return room
     return 0.0
 
@@ -403,14 +384,14 @@ def predict_memory(workload: Workload, setup: Setup, stage: int | None = None) -
     ranks = enumerate(_stages(workload, setup))
     cases = {(parts, a) for i, (parts, held) in ranks for a in held if stage in (None, i)}
     table = Table(workload, setup)
-    found = (_memory_of(workload, table, parts, held) for parts, held in cases)
-    return max(found, key=lambda memory: memory.total)
+    memories = (_memory_of(workload, table, parts, held) for parts, held in cases)
+    return max(memories, key=lambda memory: memory.total)
 
 
 def _stages(workload: Workload, setup: Setup) -> Iterator[tuple[RankParts, list[Held]]]:
     """Each pipeline rank's parts, and what it holds."""
-    what = setup.schedule, setup.pp, setup.grad_accum_steps, setup.chunks
-    moments = held_of(*what) if setup.pp > 1 else [[Held(0, (1,))]]
+    what = setup.parallel.pipeline.schedule, setup.mesh.pp, setup.grad_accum_steps, setup.chunks
+    moments = held_of(*what) if setup.mesh.pp > 1 else [[Held(0, (1,))]]
     yield from zip(parts_of(workload, setup), moments)
 
 
@@ -421,7 +402,7 @@ def activations_on_host(workload: Workload, setup: Setup) -> int:
     on the device (nn/recompute.py).
     """
     most = 0.0
-    for parts, several in _stages(workload, setup) if setup.offload_activations else ():
+    for parts, several in _stages(workload, setup) if setup.recompute.offload_activations else ():
         for held in several:
             layers = zip(held.held, parts.layers)
             inputs = sum(n * (2 * len(blocks) - 1) for n, blocks in layers if blocks) - 1
@@ -449,113 +430,5 @@ def peak_of(
     step = Moment(0.0, table.standing * parts.last, 0.0, update)
     top = max([*moments(table, parts, held, buckets), step], key=sum)
     on_its_way = going_down(setup, buckets) + _CUBLAS * (setup.device_type == "cuda")
-    found = replace(states, **{name: round(size) for name, size in top._asdict().items()})
-    return replace(found, buckets=round(top.buckets + on_its_way))
-
-
-_MARK = "fastpar: a step begins"
-
-
-class StepMemory:
-    """Measures the peak between entering, or the last begin_step(), and leaving.
-
-    Args:
-        device: where the step computes.
-        alive_bytes: this rank's memory on entering; None: this process's. Ranks that are threads of
-            one process must pass it.
-    Attributes:
-        alive_bytes: before the step; peak_bytes: during it, alive_bytes included; left_bytes: after
-            it. Known after leaving.
-    Ranks: each on its own; nothing is sent.
-    """
-
-    def __init__(self, device: torch.device, *, alive_bytes: int | None = None) -> None:
-        self.device = device
-        self._given = alive_bytes
-        self.alive_bytes = self.peak_bytes = self.left_bytes = 0
-
-    def __enter__(self) -> StepMemory:
-        if self.device.type == "cuda":
-            self.begin_step()
-        else:
-            self.alive_bytes = alive_bytes() if self._given is None else self._given
-            self._shared = shared_bytes()
-            _start_profiler()
-        return self
-
-    def begin_step(self) -> None:
-        """Resets the peak."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.alive_bytes = torch.cuda.memory_allocated(self.device)
-        else:
-            with torch.autograd.profiler.record_function(_MARK):
-                pass
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
-            self.left_bytes = torch.cuda.memory_allocated(self.device)
-            return
-        now = peak = self.alive_bytes + shared_bytes() - self._shared
-        for kind, name, size in _stop_profiler():
-            if kind == "memory_alloc":
-                now += size
-                peak = max(peak, now)
-            elif name == _MARK and kind == "push":
-                self.alive_bytes = peak = now
-        self.peak_bytes, self.left_bytes = peak, now
-
-
-def held_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> int:
-    """What a rank holds between two steps: the engine's tensors, the optimizer's, workspaces.
-
-    Do not use alive_bytes() in a process with other threads: it briefly references every object,
-    and a tuple that a thread is building then fails to grow (SystemError).
-    """
-    found = {}
-    for state in optimizer.state.values():
-        for x in state.values():
-            if isinstance(x, torch.Tensor):
-                found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-    return sum(engine.memory().values()) + sum(found.values()) + workspace_bytes()
-
-
-def alive_bytes() -> int:
-    """Bytes of all tensors in this process's CPU memory, each storage once; see held_bytes()."""
-    shared = shared_ranges()
-    found: dict[int, int] = {}
-    for x in gc.get_objects():
-        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu":
-            continue
-        if x.layout != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(x):
-            continue
-        storage = x.untyped_storage()
-        start = storage.data_ptr()
-        if storage.nbytes() and not any(a <= start < b for a, b in shared):
-            found[start] = storage.nbytes()
-    own = 0 if _C is None else torch.ops.fastpar._workspace_bytes()  # no tensors of Python
-    return sum(found.values()) + shared_bytes() + own
-
-
-# torch's older profiler: unlike the newer one it is local to a thread, so that ranks may be
-# threads, and it prints nothing.
-
-
-def _start_profiler() -> None:
-    from torch._C._profiler import _ExperimentalConfig
-    from torch.autograd import ProfilerConfig, ProfilerState, _enable_profiler_legacy
-
-    record_shapes, memory, stack, flops, modules = False, True, False, False, False
-    options = (record_shapes, memory, stack, flops, modules, _ExperimentalConfig())
-    _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *options))
-
-
-def _stop_profiler() -> list[tuple[str, str, int]]:
-    """(kind, name, bytes) of this thread's events, in order."""
-    from torch.autograd import _disable_profiler_legacy
-
-    events: list[Any] = [event for thread in _disable_profiler_legacy() for event in thread]
-    return [(e.kind(), e.name(), e.cpu_memory_usage()) for e in events]
+    memory = replace(states, **{name: round(size) for name, size in top._asdict().items()})
+    return replace(memory, buckets=round(top.buckets + on_its_way))

@@ -117,11 +117,11 @@ class PlanCommand(ModelSize):
     """Measure fewer steps."""
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def fixed(self) -> dict[str, Any]:
         """Settings of parallelize() that the command line fixes for all layouts."""
         names = (*leaves(MeshSettings), *leaves(Parallel))
-        given = {name: getattr(self, name, None) for name in names}
-        return {name: value for name, value in given.items() if value is not None}
+        values = {name: getattr(self, name, None) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -169,14 +169,14 @@ def _run_folder(command: PlanCommand) -> int:
     device = find_device(command.gpu)
     cluster = Cluster.of(device, command.gpus, command.gpus_per_node)
     limit = usable_bytes(cluster) * (1 - command.headroom)
-    found = make_fits(command, _template(command, device), cluster.per_node, limit)
-    print("\n".join([f"machine  {cluster}", *found.lines(limit)]))
+    fits = make_fits(command, _template(command, device), cluster.per_node, limit)
+    print("\n".join([f"machine  {cluster}", *fits.lines(limit)]))
     if command.json is not None:
-        content = {"command": asdict(command), "limit_bytes": limit, "layouts": found.rows()}
+        content = {"command": asdict(command), "limit_bytes": limit, "layouts": fits.rows()}
         write_text(Path(command.json), json.dumps(content, indent=1) + "\n")
-    if found.fits[0].fits:
+    if fits.fits[0].fits:
         return 0
-    least = min(fit.memory.total for fit in found.fits)
+    least = min(fit.memory.total for fit in fits.fits)
     larger = larger_device((least / (1 - command.headroom) + GPU_RESERVED_BYTES) / GPU_USABLE)
     ways = [f"--gpus {2 * command.gpus}", *([f"--gpu {larger}"] if larger else [])]
     raise ValueError(
@@ -202,17 +202,17 @@ def make_plan(command: PlanCommand) -> Plan:
     links = command.link, command.inter_link
     cluster = Cluster.of(device, command.gpus, command.gpus_per_node, *links)
     limit = usable_bytes(cluster) * (1 - command.headroom)
-    given = template.change(**command.asked)
-    among: dict[str, Any] = {"per_node": cluster.per_node, "fixed": command.asked}
+    setup = template.change(**command.fixed)
+    among: dict[str, Any] = {"per_node": cluster.per_node, "fixed": command.fixed}
     rates = DatasheetRates(cluster, template)
     rates_text = (
         f"data sheet of {device.name}; with data sheets the predicted step times of published runs "
         f"on A100 and H100 are off by up to {PUBLISHED_ERROR:.0%}"
     )
-    estimates = search(workload, given, rates=rates, limit_bytes=limit, **among)
+    estimates = search(workload, setup, rates=rates, limit_bytes=limit, **among)
     plan = Plan(command, workload, template, cluster, limit, rates, rates_text, estimates)
     if not estimates:
-        near = " or ".join(map(str, possible_batches(workload, given, **among)))
+        near = " or ".join(map(str, possible_batches(workload, setup, **among)))
         raise ValueError(
             f"plan: expected batch_size to be a multiple of the data-parallel ranks, got "
             f"batch_size={workload.batch_size} with gpus={command.gpus}; use --batch-size {near}, "
@@ -233,17 +233,17 @@ def _measured(plan: Plan) -> Plan:
     fitting = [e for e in families(plan.estimates) if e.time is not None]
     some = fitting[:MOST_MEASURED]
     seconds = QUICK_SECONDS if plan.command.quick else SECONDS
-    found, spreads = [], []
+    measured, spreads = [], []
     for e, times in zip(some, measure(plan.workload, [e.setup for e in some], seconds=seconds)):
         assert e.time is not None
         step_s = statistics.median(times)
-        found.append(replace(e, time=e.time.measured(step_s)))
+        measured.append(replace(e, time=e.time.measured(step_s)))
         spreads.append((max(times) - min(times)) / step_s)
     text = (
         f"real steps on this machine, of {len(some)} of {len(fitting)} layouts that fit; steps of "
         f"the same layout differ by {statistics.median(spreads):.0%}"
     )
-    return replace(plan, rates_text=text, estimates=ranked(found))
+    return replace(plan, rates_text=text, estimates=ranked(measured))
 
 
 _AT_LEAST = {
@@ -340,7 +340,7 @@ def _nothing_fits(plan: Plan) -> str:
     )
     if least.memory.total <= whole:
         ways.insert(0, "--headroom 0 (leaves no memory free)")
-    for name in command.asked:
+    for name in command.fixed:
         ways.insert(0, f"no {option(name)}, to compare all layouts")
     return (
         f"plan: expected a model that fits into {limit / 1e9:,.1f} GB a rank ({whole / 1e9:,.1f} "
@@ -401,7 +401,7 @@ def report(plan: Plan) -> str:
 
 
 def _recompute(setup: Setup) -> str:
-    mode = setup.activation_checkpointing
+    mode = setup.recompute.activation_checkpointing
     return "no recomputation" if mode == "none" else f"{mode} recomputation"
 
 
@@ -412,13 +412,13 @@ def _row(plan: Plan, estimate: Estimate) -> list[str]:
     return [
         layout_text(setup),
         f"{setup.micro_batch_size} x {setup.grad_accum_steps}",
-        setup.activation_checkpointing,
+        setup.recompute.activation_checkpointing,
         size_text(estimate.memory.total),
         number_text(time.step_s * 1e3, 4),
         f"{time.tokens_per_s:,.0f}",
         f"{time.mfu:.1%}",
         number_text(time.exposed_s * 1e3) * bool(time.parts),
-        f"{time.bubble_s / time.step_s:.1%}" if setup.pp > 1 and time.parts else "",
+        f"{time.bubble_s / time.step_s:.1%}" if setup.mesh.pp > 1 and time.parts else "",
         f"{cost:,.2f}",
     ]
 
@@ -513,20 +513,20 @@ def check_fp8(workload: Workload, setup: Setup, rates: DatasheetRates, device: s
         ValueError: a device without fp8 products, or without known rates for them; a layout that
             gains less than LEAST_GAIN.
     """
-    if setup.fp8 == "none":
+    layers = setup.flags.system.fp8
+    if layers == "none":
         return
     if not rates.has_fp8:
         raise ValueError(
             "plan: expected a GPU with fp8 products (l40s, h100, b200) and dtype=bf16 for "
-            f"fp8={setup.fp8}, got gpu={device} dtype={setup.dtype}; drop --fp8, or choose another "
-            "--gpu"
+            f"fp8={layers}, got gpu={device} dtype={setup.dtype}; drop --fp8, or change --gpu"
         )
     plain = setup.change(fp8="none")
     step_s = predict_step(workload, plain, rates).step_s
-    gain_s = saved_s(workload, plain, rates, setup.fp8)
+    gain_s = saved_s(workload, plain, rates, layers)
     if gain_s < LEAST_GAIN * step_s:
         raise ValueError(
-            f"plan: expected fp8 to save at least {LEAST_GAIN:.0%} of a step, got fp8={setup.fp8} "
+            f"plan: expected fp8 to save at least {LEAST_GAIN:.0%} of a step, got fp8={layers} "
             f"with n_embd={workload.shape.n_embd}: {number_text(gain_s * 1e3)} of "
             f"{number_text(step_s * 1e3, 4)} ms, {gain_s / step_s:.1%} (products minus casts); "
             "drop --fp8, which pays in wider models"

@@ -40,17 +40,17 @@ def check_capacity(
     Raises:
         ValueError: states the need, the memory, and what would fit.
     """
-    n, mine = count_parameters(shape, padded=True), limit_bytes // sharing
+    n, limit = count_parameters(shape, padded=True), limit_bytes // sharing
     need = bytes_per_rank(shape, setup)
-    if sum(need.values()) <= mine:
+    if sum(need.values()) <= limit:
         return
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in need.items())
-    where = f"{format_bytes(mine)} of {of_what}"
+    where = f"{format_bytes(limit)} of {of_what}"
     where += f" for each of {sharing} ranks" if sharing > 1 else ""
     whole = format_bytes(sum(need.values()))
     raise ValueError(
         f"train: expected a model whose states fit into {where}, got {n:,} parameters that take "
-        f"{whole} a rank ({parts}); {what_would_hold(shape, setup, mine)}"
+        f"{whole} a rank ({parts}); {what_would_hold(shape, setup, limit)}"
     )
 
 
@@ -74,14 +74,14 @@ def check_building(shape: GPTConfig, *, limit_bytes: int, sharing: int) -> None:
     )
 
 
-def what_would_hold(shape: GPTConfig, setup: Setup, mine: int) -> str:
+def what_would_hold(shape: GPTConfig, setup: Setup, limit: int) -> str:
     """The smallest change after which a rank's states fit into its memory, in words."""
-    for stage in range(setup.zero_stage + 1, 4):
+    for stage in range(setup.parallel.zero_stage + 1, 4):
         size = sum(bytes_per_rank(shape, setup.change(zero_stage=stage)).values())
-        if size <= mine:
+        if size <= limit:
             return f"use --zero {stage} ({format_bytes(size)} a rank), or a smaller model"
     per_element = setup.weight_bytes + setup.grad_bytes + setup.state_bytes
-    ranks = math.ceil(count_parameters(shape, padded=True) * per_element / max(mine, 1))
+    ranks = math.ceil(count_parameters(shape, padded=True) * per_element / max(limit, 1))
     ranks = -(-ranks // setup.tp) * setup.tp
     return f"use {ranks} ranks with as much memory each and --zero 3, or a smaller model"
 
@@ -127,8 +127,8 @@ def host_memory(root: Path = Path("/")) -> int:
     limits = []
     with contextlib.suppress(OSError):  # Linux only
         text = (root / "proc/meminfo").read_text()
-        found = re.findall(r"^(?:MemTotal|SwapTotal):\s+(\d+) kB", text, re.M)
-        limits = [1024 * sum(map(int, found))] if found else []
+        sizes = re.findall(r"^(?:MemTotal|SwapTotal):\s+(\d+) kB", text, re.M)
+        limits = [1024 * sum(map(int, sizes))] if sizes else []
     for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # another version; "max"
             limits.append(int((root / name).read_text()))

@@ -52,12 +52,12 @@ class Estimate:
     @property
     def complexity(self) -> tuple[Any, ...]:
         """Sort key: of layouts of equal speed the least complex wins, rare axes first."""
-        found: list[Any] = []
+        key: list[Any] = []
         for axis in sorted(every(), key=lambda axis: -axis.place):
             for value, usual in zip(axis.compared(self.setup), axis.compared(Setup())):
-                found += [value != usual, value if isinstance(value, int) else 0]
-        mode = CHECKPOINTING.index(self.setup.activation_checkpointing)
-        return *found, mode, self.rank
+                key += [value != usual, value if isinstance(value, int) else 0]
+        mode = CHECKPOINTING.index(self.setup.recompute.activation_checkpointing)
+        return *key, mode, self.rank
 
 
 def family_of(setup: Setup) -> tuple[Any, ...]:
@@ -73,15 +73,16 @@ def layouts(
     Args:
         fixed: settings that all layouts take from the template.
     """
-    found, axes = [template], sorted(every(), key=lambda axis: -axis.place)
+    setups, axes = [template], sorted(every(), key=lambda axis: -axis.place)
+    kept = {(name, value) for name, value in template.in_effect().items() if name in fixed}
     for axis in axes:
-        found = [
+        setups = [
             setup
-            for given in found
+            for given in setups
             for setup in axis.candidates(workload, given, per_node)
-            if all(getattr(setup, name) == getattr(template, name) for name in fixed)
+            if kept <= setup.in_effect().items()
         ]
-    for setup in found:
+    for setup in setups:
         sharing = setup.dp * setup.rows * setup.depth
         sensible = all(axis.accepts(workload, setup) for axis in axes)
         if workload.batch_size % sharing == 0 and sensible and refused(workload, setup) is None:
@@ -91,14 +92,15 @@ def layouts(
 def is_last_resort(setup: Setup) -> bool:
     """Whether a layout is tried only if no other fits: state on the host, and stages 2 and 3 of a
     pipeline, which reduce the gradients of each micro-batch."""
-    return setup.offload is not None or (setup.pp > 1 and setup.zero_stage > 1)
+    layout = setup.parallel
+    return layout.offload.what is not None or (setup.mesh.pp > 1 and layout.zero_stage > 1)
 
 
 def micro_batches(workload: Workload, setup: Setup) -> Iterator[Setup]:
     """The layout with every micro-batch that its ranks can divide, the smallest first."""
     rows, sharing = workload.batch_size // setup.dp, setup.rows * setup.depth
     for micro in divisors(rows):
-        most = MAX_MICRO_BATCH_TOKENS * setup.cp * sharing
+        most = MAX_MICRO_BATCH_TOKENS * setup.mesh.cp * sharing
         if micro > sharing and micro * workload.seq_len > most:
             break
         if micro % sharing == 0:
@@ -126,25 +128,25 @@ def search(
         fixed: settings that all layouts take from the template.
     """
     every_way = list(layouts(workload, template, per_node, fixed))
-    found: list[Estimate] = []
+    estimates: list[Estimate] = []
     for last in (False, True):
         ways = [way for way in every_way if is_last_resort(way) is last]
-        found += try_in_order(workload, rates, limit_bytes, ways)
-        if any(e.time for e in found):
+        estimates += try_in_order(workload, rates, limit_bytes, ways)
+        if any(e.time for e in estimates):
             break
-    return ranked(found)
+    return ranked(estimates)
 
 
 def ranked(estimates: Iterable[Estimate]) -> list[Estimate]:
     """The fastest first. Of those of equal speed the simplest leads: see Axis.place, then least
     recomputation."""
-    found = sorted(estimates, key=lambda e: e.rank)
-    if found and found[0].time is not None:
-        enough = (1 + ALIKE) * found[0].step_s
-        simplest = min((e for e in found if e.step_s <= enough), key=lambda e: e.complexity)
-        found.remove(simplest)
-        found.insert(0, simplest)
-    return found
+    ordered = sorted(estimates, key=lambda e: e.rank)
+    if ordered and ordered[0].time is not None:
+        enough = (1 + ALIKE) * ordered[0].step_s
+        simplest = min((e for e in ordered if e.step_s <= enough), key=lambda e: e.complexity)
+        ordered.remove(simplest)
+        ordered.insert(0, simplest)
+    return ordered
 
 
 def try_in_order(
@@ -161,24 +163,24 @@ def try_in_order(
         for mode in modes
         for setup in micro_batches(workload, way.change(activation_checkpointing=mode))
     ]
-    found: dict[Any, Estimate] = {}
+    best: dict[Any, Estimate] = {}
     fastest_s = float("inf")
     for time, setup in sorted(bounds, key=lambda pair: pair[0].step_s):
-        piped = setup.pp > 1
+        piped = setup.mesh.pp > 1
         if piped and time.step_s > SHOWN * fastest_s:
             continue
-        key = family_of(setup), None if piped else setup.activation_checkpointing
-        known = found.get(key)
-        if known is not None and known.step_s <= time.step_s:
+        key = family_of(setup), None if piped else setup.recompute.activation_checkpointing
+        before = best.get(key)
+        if before is not None and before.step_s <= time.step_s:
             continue
         memory = predict_memory(workload, setup)
         if memory.total <= limit_bytes:
             time = predict_step(workload, setup, rates) if piped else time
             fastest_s = min(fastest_s, time.step_s)
         estimate = Estimate(setup, memory, time if memory.total <= limit_bytes else None)
-        if known is None or estimate.rank < known.rank:
-            found[key] = estimate
-    return found.values()
+        if before is None or estimate.rank < before.rank:
+            best[key] = estimate
+    return best.values()
 
 
 def families(estimates: Iterable[Estimate]) -> list[Estimate]:
@@ -215,8 +217,8 @@ def why_not(loser: Estimate, winner: Estimate, limit_bytes: float) -> str:
 
 def refused(workload: Workload, setup: Setup) -> str | None:
     """Why the runtime would refuse a layout; None: it accepts it."""
-    if setup.shard_size is not None and setup.data % setup.shard_size:
-        return f"shard_size={setup.shard_size} does not divide dp={setup.data}"
+    if setup.parallel.shard_size is not None and setup.data % setup.parallel.shard_size:
+        return f"shard_size={setup.parallel.shard_size} does not divide dp={setup.data}"
     try:
         setup.config(workload)
     except ValueError as error:
@@ -244,10 +246,10 @@ def smallest_changes(
         first = (
             next(micro_batches(workload, way), way)
             for way in layouts(workload, full, per_node)
-            if way.pp == 1
+            if way.mesh.pp == 1
         )
         sizes = ((predict_memory(workload, setup).total, setup) for setup in first)
-        return min(sizes, key=lambda found: found[0], default=(float("inf"), full))
+        return min(sizes, key=lambda case: case[0], default=(float("inf"), full))
 
     ways: list[str] = []
 
@@ -257,7 +259,7 @@ def smallest_changes(
                 ways.append(flags)
                 break
 
-    if template.optimizer != "adamw":  # whose state may be on the host
+    if template.optim.optimizer != "adamw":  # whose state may be on the host
         add_first([("--optimizer adamw", workload, template.change(optimizer="adamw"), per_node)])
     inputs = template.change(offload_activations=template.device_type == "cuda")
     on_host = format_bytes(host_bytes(workload, smallest(workload, inputs, per_node)[1]))

@@ -24,7 +24,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from fastpar.axes import every
@@ -100,11 +99,11 @@ _token_flops = functools.lru_cache(1024)(flops_per_token)
 def matrices_of(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> list[Matrices]:
     """Muon's matrices of a rank with these buckets; experts on ep ranks separately."""
     shards, apart = setup.n_shards if setup.stage else 1, bool(buckets.of_experts)
-    found = [_matrices(shape, buckets, setup.data, setup.tp, shards, False)]
+    matrices = [_matrices(shape, buckets, setup.data, setup.tp, shards, False)]
     if apart:
-        ranks = setup.data // setup.ep, setup.tp, max(1, shards // setup.ep)
-        found.append(_matrices(shape, buckets, *ranks, True))
-    return found
+        ranks = setup.data // setup.mesh.ep, setup.tp, max(1, shards // setup.mesh.ep)
+        matrices.append(_matrices(shape, buckets, *ranks, True))
+    return matrices
 
 
 @functools.lru_cache(1024)
@@ -141,21 +140,19 @@ UPDATES = ("optimizer", "orthogonalize", "matrix_update")  # once per step, afte
 
 def ops_of(workload: Workload, setup: Setup) -> tuple[Op, ...]:
     """What a rank computes in one optimizer step."""
-    passes = _passes(workload.shape, *_decides_passes(setup))
+    batch = setup.samples_of_rank, setup.grad_accum_steps, setup.sequence_parallel
+    ranks = setup.tp, setup.mesh.cp, setup.by_keys, setup.mesh.pp, setup.mesh.ep
+    kind = setup.recompute.activation_checkpointing, setup.weight_bytes, setup.device_type
+    passes = _passes(workload.shape, batch, ranks, kind)
     more = (op for axis in every() for op in axis.ops(workload, setup))
     return *passes, *more, *_updates(workload, setup)
 
 
-_decides_passes = attrgetter(
-    *("samples_of_rank", "grad_accum_steps", "tp", "cp", "by_keys", "pp", "sequence_parallel"),
-    *("activation_checkpointing", "weight_bytes", "device_type", "ep"),
-)
-
-
 @functools.lru_cache(4096)
-def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
-    """Forward and backward."""
-    micro, n_micro, t, c, by_keys, pp, sequence_parallel, mode, item, device, ep = decides
+def _passes(shape: GPTConfig, batch: Any, ranks: Any, kind: Any) -> tuple[Op, ...]:
+    """Forward and backward, of what ops_of() reads of a setup."""
+    micro, n_micro, sequence_parallel = batch
+    (t, c, by_keys, pp, ep), (mode, item, device) = ranks, kind
     sizes, seq_len = widths(shape, t) | {"QKV": computed_qkv(shape, t)}, shape.block_size
     rows = 2 * micro * -(-seq_len // (2 * c)) if by_keys else -(-micro * seq_len // c)
     sent, heads = rows * shape.top_k, shape.heads_of_rank(t)
@@ -189,7 +186,7 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
     every = [(part, pair(part), count) for parts, count in counts if count for part in parts]
     every.sort(key=lambda each: (not each[0].cheap, each[0].op == "matmul"))
     again = {"none": (), "selective": (True,), "full": (True, False)}[mode]
-    found = Counter[Op]()
+    sums = Counter[Op]()
     for recomputed in (False, True):
         for part, (forward, backward), count in every:
             if part.op == "attention" and by_keys:
@@ -197,26 +194,26 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
             if part.on == "experts":
                 count *= shape.n_expert // ep
             if not recomputed:
-                found[forward] += count
-                found[backward] += count
+                sums[forward] += count
+                sums[backward] += count
             elif part.cheap in again:
-                found[forward._replace(direction="recompute")] += count
+                sums[forward._replace(direction="recompute")] += count
     for part in (*last_parts(shape), *first_parts(shape)[:1]):
         for op in pair(part):
-            found[op] += ends
-    return tuple(op._replace(count=count) for op, count in found.items())
+            sums[op] += ends
+    return tuple(op._replace(count=count) for op, count in sums.items())
 
 
 def _updates(workload: Workload, setup: Setup) -> Iterator[Op]:
     """The update of this rank's elements."""
     _, shard = elements_of(workload, setup)
-    mine = math.ceil(shard)
+    n_elements = math.ceil(shard)
     of_element = 2 * setup.grad_bytes + 2 * setup.weight_bytes + 2 * setup.state_bytes
-    if setup.optimizer == "muon":
+    if setup.optim.optimizer == "muon":
         for matrices in matrices_of(workload.shape, buckets_of(workload, setup), setup):
-            mine -= math.ceil(matrices.held)
+            n_elements -= math.ceil(matrices.held)
             yield from _matrix_updates(matrices, setup)
-    yield Op("optimizer", (mine,), "forward", 15.0 * mine, mine * of_element, 1)
+    yield Op("optimizer", (n_elements,), "forward", 15.0 * n_elements, n_elements * of_element, 1)
 
 
 def _matrix_updates(matrices: Matrices, setup: Setup) -> Iterator[Op]:
@@ -237,15 +234,15 @@ def _matrix_updates(matrices: Matrices, setup: Setup) -> Iterator[Op]:
 
 def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
     """What a rank communicates in one optimizer step."""
-    found = [comm for axis in reversed(every()) for comm in axis.comms(workload, setup)]
-    if setup.optimizer == "muon":
-        found += _to_owners(workload, setup)
+    comms = [comm for axis in reversed(every()) for comm in axis.comms(workload, setup)]
+    if setup.optim.optimizer == "muon":
+        comms += _to_owners(workload, setup)
     if setup.world_size > 1:
         ends, each = _parameters(workload.shape)
-        words = count_words(ends + each * -(-workload.shape.n_layer // setup.pp))
+        words = count_words(ends + each * -(-workload.shape.n_layer // setup.mesh.pp))
         total = 8.0 * words * setup.world_size
-        found.append(CommOp("all_gather", "control", total, setup.world_size, 1, 1, ""))
-    return tuple(comm for comm in found if comm.count and comm.ranks > 1)
+        comms.append(CommOp("all_gather", "control", total, setup.world_size, 1, 1, ""))
+    return tuple(comm for comm in comms if comm.count and comm.ranks > 1)
 
 
 @functools.cache
@@ -259,8 +256,8 @@ def _parameters(shape: GPTConfig) -> tuple[int, int]:
 def _to_owners(workload: Workload, setup: Setup) -> Iterator[CommOp]:
     """Muon's matrices to the ranks that update them, and back."""
     item, axis = product_bytes(setup), "shard" if setup.stage else "dp"
-    found = matrices_of(workload.shape, buckets_of(workload, setup), setup)
-    for matrices, stride in zip(found, (setup.tp, setup.tp * setup.ep)):
+    kinds = matrices_of(workload.shape, buckets_of(workload, setup), setup)
+    for matrices, stride in zip(kinds, (setup.tp, setup.tp * setup.mesh.ep)):
         along, column = item * matrices.held, item * matrices.numel / matrices.n_dp
         times = 1 + (matrices.n_shards > 1)
         yield CommOp("all_to_all", axis, along, matrices.n_dp, stride, times, "update")
@@ -326,7 +323,7 @@ def time_of(
     """The time of a step that consists of these operations and this communication."""
     parts, column_s, products_s = dict.fromkeys(_PARTS, 0.0), 0.0, 0.0
     passes: Passes = defaultdict(float)
-    simulates = setup.pp > 1 and bubble
+    simulates = setup.mesh.pp > 1 and bubble
     for op in ops:
         seconds = rates.op_s(op) * op.count
         name = "optimizer" if op.name in UPDATES else op.name
@@ -339,7 +336,7 @@ def time_of(
             column_s += seconds * column_share(workload.shape)
     backward_s = parts["backward"] + parts["recompute"] + parts["loss"] * 2 / 3
     one = parts["forward"] / setup.grad_accum_steps, backward_s / setup.grad_accum_steps
-    if setup.offload is not None:  # the host steps
+    if setup.parallel.offload.what is not None:  # the host steps
         parts["optimizer"] = 0.0
     comms = list(comms)
     exposed = _exposed(setup, rates, comms, parts, (column_s, products_s))
@@ -351,7 +348,7 @@ def time_of(
             rates.comm_s(c) * c.count for c in comms if c.kind == "send" and not c.under
         )
         parts["bubble"] = _bubble_s(passes, workload.shape, setup, waited, message_s)
-    if setup.offload is not None:
+    if setup.parallel.offload.what is not None:
         parts["offload"] = waiting_s(workload, setup, rates.host, *one)
     parts["other"] = rates.overhead_s
     step_s = sum(parts.values())
@@ -388,7 +385,7 @@ def _exposed(
             along_tp += seconds
         else:
             gathers = comm.kind == "all_gather"
-            always = setup.zero_stage == 3 if gathers else setup.accumulate == "shard"
+            always = setup.parallel.zero_stage == 3 if gathers else setup.accumulate == "shard"
             (each if always else once)[comm.under] += seconds
     exposed["tp"] += max(0.0, along_tp - overlap * windows[0])
     exposed["dp"] += max(0.0, homes - overlap * windows[1])
@@ -440,7 +437,7 @@ def _bubble_s(
     """
     for kind in (F, B):
         passes["layers", kind] += waited_s / 2
-    share, counts = setup.pp / setup.grad_accum_steps, stage_layers(shape, setup)
+    share, counts = setup.mesh.pp / setup.grad_accum_steps, stage_layers(shape, setup)
     end, stages = len(counts) - 1, []
     for kind in (F, B):
         first, last = (passes[part, kind] * share for part in ("embedding", "head"))
@@ -450,7 +447,7 @@ def _bubble_s(
     # Relative to a mean stage, and rounded, so that similar layouts share a simulation.
     unit = sum(map(sum, stages)) / len(counts) or 1.0
     costs = Costs(*(tuple(round(x / unit, 4) for x in of_kind) for of_kind in stages))
-    what = setup.schedule, setup.pp, setup.grad_accum_steps, setup.chunks
+    what = setup.parallel.pipeline.schedule, setup.mesh.pp, setup.grad_accum_steps, setup.chunks
     makespan = unit * makespan_of(*what, costs, round(message_s / unit, 4))
     return makespan - sum(passes.values())
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from fastpar.settings.mesh import ranks_of_samples
 from fastpar.settings.model import GPTConfig
@@ -45,10 +45,10 @@ class TrainConfig(TrainFlags):
 
     def model_config(self, vocab_size: int) -> GPTConfig:
         """The model's GPTConfig for a vocabulary size; not for init_from."""
-        given = {**self.shape.sizes(), **self.expert_settings()}
+        sizes = {**self.shape.sizes(), **self.expert_settings()}
         if self.shape.dropout is not None:
-            given["dropout"] = self.shape.dropout
-        return GPTConfig.preset(self.shape.model, vocab_size=vocab_size, **given)
+            sizes["dropout"] = self.shape.dropout
+        return GPTConfig.preset(self.shape.model, vocab_size=vocab_size, **sizes)
 
     def expert_settings(self) -> dict[str, Any]:
         """The fields of GPTConfig about experts; empty without experts."""
@@ -56,8 +56,8 @@ class TrainConfig(TrainFlags):
         if not shape.n_expert:
             return {}
         names = ("n_expert", "expert_every", "expert_hidden", "expert_capacity", "balance_loss")
-        found = {n: getattr(shape, n) for n in (*names, "router_z_loss", "balance_rate")}
-        return {**found, "top_k": shape.expert_top_k}
+        settings = {n: getattr(shape, n) for n in (*names, "router_z_loss", "balance_rate")}
+        return {**settings, "top_k": shape.expert_top_k}
 
     def batch(self, block_size: int, dp_size: int) -> tuple[int, int]:
         """(micro_batch_size, grad_accum_steps) per rank; see derive_batch()."""
@@ -86,14 +86,13 @@ class TrainConfig(TrainFlags):
 
     @property
     def warmup_steps(self) -> int:
-        given = self.optim.warmup_steps
-        return usual_warmup(self.run.max_steps) if given is None else given
+        steps = self.optim.warmup_steps
+        return usual_warmup(self.run.max_steps) if steps is None else steps
 
     @property
-    def accumulate(self) -> str:
+    def accumulate(self) -> Literal["shard", "full"]:
         """When gradients are reduced: each micro-batch ("shard") or once per step ("full")."""
-        auto = "full" if self.parallel.zero_stage < 2 else "shard"
-        return self.parallel.accumulate or auto
+        return self.parallel.accumulate or ("full" if self.parallel.zero_stage < 2 else "shard")
 
 
 def usual_warmup(steps: int) -> int:

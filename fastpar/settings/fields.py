@@ -90,21 +90,21 @@ class Leaf(NamedTuple):
 @functools.cache
 def leaves(tree: type) -> dict[str, Leaf]:
     """All settings of a tree by name."""
-    found: dict[str, Leaf] = {}
+    settings: dict[str, Leaf] = {}
     for field, annotated in get_type_hints(tree, include_extras=True).items():
         hint, name = annotated, field
         if get_origin(annotated) is Annotated:
             hint, *extras = get_args(annotated)
-            given = [e if isinstance(e, str) else getattr(e, "name", None) for e in extras]
-            name = next((n.replace("-", "_") for n in given if n), field)
+            names = [e if isinstance(e, str) else getattr(e, "name", None) for e in extras]
+            name = next((n.replace("-", "_") for n in names if n), field)
         hint = added() if hint is More else hint
         if dataclasses.is_dataclass(hint):
             assert isinstance(hint, type)
             inner = leaves(hint).items()
-            found |= {n: Leaf((field, *leaf.path), leaf.hint) for n, leaf in inner}
+            settings |= {n: Leaf((field, *leaf.path), leaf.hint) for n, leaf in inner}
         else:
-            found[name] = Leaf((field,), hint)
-    return found
+            settings[name] = Leaf((field,), hint)
+    return settings
 
 
 def flat(tree: Any) -> dict[str, Any]:
@@ -126,17 +126,17 @@ def changed(
     """
     groups: dict[str, Any] = {}
     kind: Any = type(tree)
-    known = leaves(kind)
+    settings = leaves(kind)
     for key, value in values.items():
         name = setting_name(key)
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+        if name not in settings:
+            near = difflib.get_close_matches(name, settings, n=1)
             raise ValueError(
                 f"{who}: expected a setting of `fastpar train --help-all`"
                 f"{f' in {source}' if source else ''}, got key={key}; "
                 f"{f'did you mean {near[0]}?' if near else 'remove it'}"
             )
-        (first, *rest), hint = known[name]
+        (first, *rest), hint = settings[name]
         words = any(get_origin(arg) is Literal for arg in get_args(hint))
         if words and value in ("auto", "none") and not fits(value, hint):
             value = None  # spelled so in files of earlier versions
@@ -185,9 +185,9 @@ def fits(value: Any, hint: Any) -> bool:
 def check_types(who: str, tree: Any) -> None:
     """Raise ValueError for a value that does not have its setting's type."""
     kind: Any = type(tree)
-    known = leaves(kind)
+    settings = leaves(kind)
     for name, value in flat(tree).items():
-        hint = known[name].hint
+        hint = settings[name].hint
         if not fits(value, hint) and value != "fp64":  # a format that no flag offers
             raise ValueError(
                 f"{who}: expected {describe(hint)} for {name}, got {name}={value!r}; drop it to "

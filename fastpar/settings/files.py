@@ -68,13 +68,13 @@ def read_settings(path: str | Path) -> dict[str, Any]:
 
 
 def _without_headings(content: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in content.items():
         for key, setting in value.items() if isinstance(value, dict) else [(name, value)]:
-            if key in found:
+            if key in settings:
                 raise ValueError(f"{key} is set twice, the second time under [{name}]")
-            found[key] = setting
-    return found
+            settings[key] = setting
+    return settings
 
 
 def parse_seconds(text: str) -> float:

@@ -87,7 +87,7 @@ def ranks_along(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]
     """
     groups: dict[tuple[int, ...], list[int]] = {}  # by coordinates along the other axes
     for rank, place in enumerate(itertools.product(*map(range, sizes.values()))):
-        others = tuple(at for axis, at in zip(sizes, place) if axis not in axes)
+        others = tuple(i for axis, i in zip(sizes, place) if axis not in axes)
         groups.setdefault(others, []).append(rank)
     return list(groups.values())
 

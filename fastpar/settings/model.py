@@ -411,17 +411,17 @@ def products(fp8: str = "all") -> tuple[str, ...]:
 
 def split_products(shape: GPTConfig) -> list[tuple[str, bool]]:
     """(letter, whether by columns) for each linear layer of a block that tp splits."""
-    found = [part for part in block_parts(shape) if part.op == "matmul"]
-    letters = [(part.out if part.out in SPLIT else part.into) for part in found]
-    return [(x, part.out in SPLIT) for part, x in zip(found, letters) if x in SPLIT]
+    products = [part for part in block_parts(shape) if part.op == "matmul"]
+    letters = [(part.out if part.out in SPLIT else part.into) for part in products]
+    return [(x, part.out in SPLIT) for part, x in zip(products, letters) if x in SPLIT]
 
 
 @functools.lru_cache(256)
 def column_share(shape: GPTConfig) -> float:
     """The fraction of FLOPs of a block's linear layers that is in layers split by columns."""
-    sizes, found = widths(shape), [p for p in block_parts(shape) if p.op == "matmul"]
-    flops = [sizes[part.into] * sizes[part.out] for part in found]
-    return sum(n for n, part in zip(flops, found) if part.out in SPLIT) / sum(flops)
+    sizes, products = widths(shape), [p for p in block_parts(shape) if p.op == "matmul"]
+    flops = [sizes[part.into] * sizes[part.out] for part in products]
+    return sum(n for n, part in zip(flops, products) if part.out in SPLIT) / sum(flops)
 
 
 # Shapes
@@ -468,13 +468,13 @@ def shapes_of(
     rows: rows of a grid, 0 without one. They split C of parameters whose other dimension is split
         by the grid's columns (tp); C of other parameters is split by the columns.
     """
-    found = []
+    shapes = []
     for _, dims in parameters_of(parts):
         sizes = widths(shape, tp, ep)
         if rows:
             sizes["C"] //= rows if SPLIT & set(dims) else tp
-        found.append(tuple(sizes[d] for d in dims))
-    return found
+        shapes.append(tuple(sizes[d] for d in dims))
+    return shapes
 
 
 def count_elements(parts: Iterable[Part], sizes: dict[str, int], *, whole: bool = False) -> int:

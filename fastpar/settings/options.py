@@ -35,8 +35,8 @@ class ModelSize:
 
     def sizes(self) -> dict[str, int]:
         """The sizes that override the preset, by their names in GPTConfig."""
-        found = {n: getattr(self, n) for n in ("n_layer", "n_head", "n_embd", "block_size")}
-        return {name: size for name, size in found.items() if size is not None}
+        sizes = {n: getattr(self, n) for n in ("n_layer", "n_head", "n_embd", "block_size")}
+        return {name: size for name, size in sizes.items() if size is not None}
 
 
 @dataclass(frozen=True)

@@ -112,8 +112,8 @@ class Needs(NamedTuple):
         names = tuple(term.name for term in (*one, *other))
 
         def holds(*values: Any) -> bool:
-            given = all(term.on(value) for term, value in zip(one, values))
-            return not given or any(t.on(value) for t, value in zip(other, values[len(one) :]))
+            on = all(term.on(value) for term, value in zip(one, values))
+            return not on or any(t.on(value) for t, value in zip(other, values[len(one) :]))
 
         says = f"{one[0].text} needs {other[0].text}" + f": {self.why}" * bool(self.why)
         first = other[0]._replace(values=other[0].values[:1]).text
@@ -133,8 +133,8 @@ def _at_least(low: float, *names: str) -> list[Rule]:
 
 
 def _is_grid(text: str | None) -> bool:
-    found = text is None or re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", text)
-    return bool(found) and math.prod(parse_grid(text) or (2,)) > 1
+    valid = text is None or re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", text)
+    return bool(valid) and math.prod(parse_grid(text) or (2,)) > 1
 
 
 def _grid(text: str | None) -> tuple[int, ...]:
@@ -522,13 +522,13 @@ def of_shape(shape: GPTConfig) -> dict[str, Any]:
 def rules_text() -> str:
     """The table of compatible features and the list of all rules, at most 100 columns wide."""
     pairs = [(pair, tuple(side[0].name for side in pair.sides())) for pair in PAIRS]
-    found = {frozenset(names): f"no {i}" for i, (_, names) in reversed([*enumerate(pairs, 1)])}
+    refused = {frozenset(names): f"no {i}" for i, (_, names) in reversed([*enumerate(pairs, 1)])}
     beside = dict.fromkeys((*AXES, *(n for _, names in pairs for n in names)))
     lines = ["Compatibility of features. `no N`: refused by rule N of the list below.", ""]
     for axes in (AXES[: len(AXES) // 2], AXES[len(AXES) // 2 :]):
         lines.append(" " * 25 + "".join(f"{_NARROW.get(a, a):>12}" for a in axes))
         for name in beside:
-            cells = ["-" if name == a else found.get(frozenset((name, a)), "runs") for a in axes]
+            cells = ["-" if name == a else refused.get(frozenset((name, a)), "runs") for a in axes]
             if name in AXES or set(cells) != {"runs"}:
                 lines.append(f"{name:25}" + "".join(f"{cell:>12}" for cell in cells))
         lines.append("")

@@ -72,9 +72,9 @@ class Shard:
     def cut(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
         """The slice of one rank, a contiguous copy."""
         local = whole.new_zeros(self.local_shape(whole.shape, ranks))
-        theirs, mine = self._by_group(whole), self._by_group(local)
+        source, target = self._by_group(whole), self._by_group(local)
         first, n = self.range_of(whole.shape[self.dim], rank, ranks)
-        mine.narrow(self.dim + 1, 0, n).copy_(theirs.narrow(self.dim + 1, first, n))
+        target.narrow(self.dim + 1, 0, n).copy_(source.narrow(self.dim + 1, first, n))
         return local
 
     def join(self, slices: Sequence[Tensor], whole: Sequence[int]) -> Tensor:
@@ -111,7 +111,7 @@ class Placement:
     """A parameter's state along every axis of a mesh.
 
     A tensor that several axes shard is cut along them in the order of the mesh: the slices of the
-    first axis are cut by the second. `at` is a rank's number along each axis (Mesh.place).
+    first axis are cut by the second. `coordinates`: a rank's number along each axis (Mesh.place).
 
     Args:
         states: by axis; along the other axes every rank holds the same.
@@ -134,17 +134,17 @@ class Placement:
         """Axes along which slices are joined to the whole tensor."""
         return self._axes(Shard)
 
-    def copy_of(self, at: Mapping[str, int]) -> tuple[int, int]:
+    def copy_of(self, coordinates: Mapping[str, int]) -> tuple[int, int]:
         """(this rank's number among those with the same slice, number of such ranks)."""
         number, count = 0, 1
         for axis, size in self.sizes.items():
             if axis not in self.gather_axes:
-                number, count = number * size + at[axis], count * size
+                number, count = number * size + coordinates[axis], count * size
         return number, count
 
-    def counts(self, at: Mapping[str, int]) -> bool:
+    def counts(self, coordinates: Mapping[str, int]) -> bool:
         """Whether this rank's slice counts in sums over all elements; one of each copy does."""
-        return self.copy_of(at)[0] == 0
+        return self.copy_of(coordinates)[0] == 0
 
     def shard_steps(self) -> list[tuple[Shard, str, int]]:
         """(state, axis, ranks) of each cut, in order."""
@@ -158,11 +158,11 @@ class Placement:
             shapes.append(state.local_shape(shapes[-1], ranks))
         return shapes
 
-    def cut(self, whole: Tensor, at: Mapping[str, int]) -> Tensor:
+    def cut(self, whole: Tensor, coordinates: Mapping[str, int]) -> Tensor:
         """A rank's slice, a contiguous copy."""
         local = whole
         for state, axis, ranks in self.shard_steps():
-            local = state.cut(local, at[axis], ranks)
+            local = state.cut(local, coordinates[axis], ranks)
         return whole.clone() if local is whole else local
 
     def join(self, slices: Sequence[Tensor], whole: Sequence[int]) -> Tensor:
@@ -224,13 +224,13 @@ def runs_of_slice(state: Shard, shape: Sequence[int], rank: int, ranks: int) -> 
 
 
 def runs_of_placement(
-    placement: Placement, shape: Sequence[int], at: Mapping[str, int]
+    placement: Placement, shape: Sequence[int], coordinates: Mapping[str, int]
 ) -> list[Run]:
-    """The slice of a tensor of this shape on the rank `at`, in its own order."""
+    """The slice of a tensor of this shape on the rank at these coordinates, in its own order."""
     runs = whole_run(math.prod(shape))
     shapes = placement.local_shapes(shape)
     for i, (state, axis, ranks) in enumerate(placement.shard_steps()):
-        inner = runs_of_slice(state, shapes[i], at[axis], ranks)
+        inner = runs_of_slice(state, shapes[i], coordinates[axis], ranks)
         runs = inner if i == 0 else _compose(runs, inner)
     return runs
 
@@ -250,10 +250,10 @@ def _compose(outer: Sequence[Run], inner: Iterable[Run]) -> list[Run]:
 def cut_runs(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
     """Elements [start, stop) of a piece, counted in its own order."""
     result: list[Run] = []
-    at = 0
+    offset = 0
     for run in runs:
-        a, b = max(start - at, 0), min(stop - at, run.numel)
-        at += run.numel
+        a, b = max(start - offset, 0), min(stop - offset, run.numel)
+        offset += run.numel
         if a < b:
             result += _cut(run, a, b)
     return result
@@ -286,33 +286,33 @@ def numel_of(runs: Iterable[Run]) -> int:
 
 def intervals(runs: Iterable[Run]) -> np.ndarray:
     """int64 [n, 3]: (first index in the whole, length, first position in the piece), no holes."""
-    rows, at = [], 0
+    rows, offset = [], 0
     for run in runs:
         if run.start != HOLE:
             i = np.arange(run.count, dtype=np.int64)
-            starts, places = run.start + i * run.stride, at + i * run.length
+            starts, places = run.start + i * run.stride, offset + i * run.length
             rows.append(np.stack((starts, np.full_like(i, run.length), places), 1))
-        at += run.numel
+        offset += run.numel
     return np.concatenate(rows) if rows else np.empty((0, 3), np.int64)
 
 
-def overlaps(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+def overlaps(wanted: np.ndarray, held: np.ndarray) -> np.ndarray:
     """int64 [n, 3]: (position in mine, position in theirs, length) of common elements.
 
     Args:
         mine, theirs: intervals() of two pieces of one tensor.
     """
-    theirs = theirs[np.argsort(theirs[:, 0], kind="stable")]
-    stops = theirs[:, 0] + theirs[:, 1]
-    first = np.searchsorted(stops, mine[:, 0], side="right")
-    last = np.searchsorted(theirs[:, 0], mine[:, 0] + mine[:, 1], side="left")
+    held = held[np.argsort(held[:, 0], kind="stable")]
+    stops = held[:, 0] + held[:, 1]
+    first = np.searchsorted(stops, wanted[:, 0], side="right")
+    last = np.searchsorted(held[:, 0], wanted[:, 0] + wanted[:, 1], side="left")
     counts = np.maximum(last - first, 0)
-    a = np.repeat(np.arange(len(mine)), counts)
+    a = np.repeat(np.arange(len(wanted)), counts)
     b = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     b += np.repeat(first, counts)
-    start = np.maximum(mine[a, 0], theirs[b, 0])
-    stop = np.minimum(mine[a, 0] + mine[a, 1], stops[b])
-    places = (mine[a, 2] + start - mine[a, 0], theirs[b, 2] + start - theirs[b, 0], stop - start)
+    start = np.maximum(wanted[a, 0], held[b, 0])
+    stop = np.minimum(wanted[a, 0] + wanted[a, 1], stops[b])
+    places = (wanted[a, 2] + start - wanted[a, 0], held[b, 2] + start - held[b, 0], stop - start)
     return np.stack(places, 1)
 
 

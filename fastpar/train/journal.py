@@ -35,6 +35,7 @@ from torch import Tensor
 
 from fastpar._version import __version__
 from fastpar.axes import every
+from fastpar.axes.step import Setup
 from fastpar.comm.host import memory_mb
 from fastpar.comm.mesh import Mesh
 from fastpar.data.batches import TextData
@@ -311,7 +312,7 @@ class RunFolder:
         config: the run's settings; --out names the folder, unset: the first free one of runs/NAME,
             runs/NAME-2, ... is created.
         step: steps already done; metrics of later steps are dropped, because they are repeated.
-        facts: the choices of this start: Setup.in_effect(), device, threads, block_size, n_shards,
+        setup: the settings in effect at this start. facts: its other choices: device, threads,
             storage, and graphs if CUDA graphs are used.
     Attributes:
         path: path of the folder.
@@ -321,7 +322,14 @@ class RunFolder:
     """
 
     def __init__(
-        self, config: TrainConfig, *, model: GPT, data: TextData, step: int, facts: dict[str, Any]
+        self,
+        config: TrainConfig,
+        setup: Setup,
+        *,
+        model: GPT,
+        data: TextData,
+        step: int,
+        facts: dict[str, Any],
     ) -> None:
         self.config, self.data = config, data
         size, note = Path(config.shape.init_from or config.shape.model).name, ""
@@ -339,7 +347,9 @@ class RunFolder:
         fresh = step == 0 and not config.run.resume
         if fresh and config.run.out is not None:
             check_out(config)  # another run may have started there meanwhile
-        changes = self._write_config(model, step, facts)
+        length = setup.workload(model.config).seq_len
+        more = {"dp": setup.dp, "n_shards": setup.n_shards, "block_size": length}
+        changes = self._write_config(model, step, {**setup.in_effect(), **more, **facts})
         self.log = MetricsLog(
             self.path / "metrics.jsonl",
             resume_step=-1 if fresh else step,
@@ -347,33 +357,32 @@ class RunFolder:
             settings=config.settings(),
         )
         self.echo: Callable[..., None] = print
-        shape, rows, dp = model.config, config.text.batch_size, facts["dp"]
-        micro, accum = facts["micro_batch_size"], facts["grad_accum_steps"]
+        shape, rows, dp = model.config, config.text.batch_size, setup.dp
+        micro, accum = setup.micro_batch_size, setup.grad_accum_steps
         factors = [f"dp {dp}", f"micro-batch {micro}", f"accumulation {accum}"]
-        if facts["replicas"] > 1:
-            factors.insert(0, f"replicas {facts['replicas']}")
+        if setup.mesh.replicas > 1:
+            factors.insert(0, f"replicas {setup.mesh.replicas}")
         lines = {
             "fastpar": [
                 f"{__version__}, torch {torch.__version__}, {facts['device']}",
-                f"ranks {facts['world_size']}",
+                f"ranks {setup.world_size}",
                 f"threads per rank {facts['threads']}",
-                facts["dtype"],
+                setup.dtype,
             ],
             "model": [
                 f"{size}: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}",
-                f"context {facts['block_size']}, dropout {shape.dropout}",
+                f"context {length}, dropout {shape.dropout}",
                 f"{model.num_parameters():,} parameters",
             ],
             "text": [data.describe()],
             "batch": [
-                f"{rows * facts['block_size']:,} tokens per step: {rows} sequences = "
-                + " * ".join(factors)
+                f"{rows * length:,} tokens per step: {rows} sequences = " + " * ".join(factors)
             ],
             "ranks": [f"dp {dp}"],
             "run": [f"{self.path}{note}, steps {step} to {config.run.max_steps}"],
         }
         for axis in every():
-            for label, words in axis.header({**config.settings(), **facts}, shape).items():
+            for label, words in axis.header(setup, shape).items():
                 lines.setdefault(label, []).append(words)
         lines["ranks"].append(facts["storage"])
         lines |= {"graphs": [facts["graphs"]]} if "graphs" in facts else {}
@@ -521,27 +530,27 @@ class Journal:
         self.began = self._clock = time.monotonic()
         self.folder: RunFolder | None = None
         self._progress: runs.Progress | None = None  # of rank 0
-        self._facts: dict[str, Any] = {}
+        self._dtype, self._tokens = "", 0  # tokens of a step
         self._full = False  # whether the disk is full
         self._said_host = False  # whether the speed of the host's step was printed
         self._rate = 0.0  # tokens/s, smoothed
         self._flops_per_token = 0.0
 
-    def open(self, *, model: GPT, data: TextData, step: int, facts: dict[str, Any]) -> None:
+    def open(self, setup: Setup, *, model: GPT, **options: Any) -> None:
         """Create the run folder, or open that of the run to resume; print the header.
 
         Args:
-            step: steps already done.
-            facts: see RunFolder.
+            options: data, step and facts of RunFolder.
         """
         if not self.mesh.is_main:
             return
-        self._facts, self._flops_per_token = facts, model.flops_per_token()
+        self._tokens = self.config.text.batch_size * setup.workload(model.config).seq_len
+        self._dtype, self._flops_per_token = setup.dtype, model.flops_per_token()
         first = self.mesh.replica == 0
         self._progress = runs.Progress(
-            self.config.run.max_steps, step, bar=None if first else False
+            self.config.run.max_steps, options["step"], bar=None if first else False
         )
-        self.folder = RunFolder(self.config, model=model, data=data, step=step, facts=facts)
+        self.folder = RunFolder(self.config, setup, model=model, **options)
         if not first:
             self.folder.echo = lambda *text, **how: None
         for line in self.folder.header if first else ():
@@ -581,8 +590,7 @@ class Journal:
         seconds, self._clock = now - self._clock, now
         if self.folder is None:
             return
-        tokens = self.config.text.batch_size * self._facts["block_size"]
-        rate = tokens / max(seconds, 1e-9)
+        rate = self._tokens / max(seconds, 1e-9)
         self._rate = 0.9 * self._rate + 0.1 * rate if self._rate else rate
         rss, peak = memory_mb()
         row: dict[str, Any] = {
@@ -605,7 +613,7 @@ class Journal:
             row["cuda_peak_mb"] = torch.cuda.max_memory_allocated() / 1e6
             per_gpu = self._rate / self.mesh.world_size
             used = mfu(torch.cuda.get_device_name(), per_gpu, self._flops_per_token)
-            if used is not None and self._facts["dtype"] != "fp32":
+            if used is not None and self._dtype != "fp32":
                 row["mfu"] = used
                 text += f", MFU {used:.0%}"
         self._write(row)

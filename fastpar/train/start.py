@@ -163,17 +163,17 @@ def pick_dtype(config: TrainConfig, mesh: Mesh, state: dict[str, Any] | None) ->
 
 def _check_fp8(config: TrainConfig, mesh: Mesh, dtype: str) -> None:
     """Refuse fp8 on devices and with weight formats that do not support it."""
-    system, found = config.system, f"device={mesh.device.type}"
+    system, device = config.system, f"device={mesh.device.type}"
     if system.fp8 == "none" or system.fp8_emulate:
         return
     if mesh.device.type == "cuda":
         capability = torch.cuda.get_device_capability(mesh.device)
         if capability >= LEAST_CAPABILITY and dtype == "bf16":
             return
-        found = f"compute capability {capability[0]}.{capability[1]}"
+        device = f"compute capability {capability[0]}.{capability[1]}"
     raise ValueError(
         "train: expected bf16 weights on a GPU of compute capability 8.9 or newer with fp8="
-        f"{system.fp8}, got {found} dtype={dtype}; drop --fp8, or add --fp8-emulate for the same "
+        f"{system.fp8}, got {device} dtype={dtype}; drop --fp8, or add --fp8-emulate for the same "
         "numbers at lower speed"
     )
 
@@ -249,15 +249,11 @@ def check_samples(
         )
 
 
-def facts_of(setup: Setup, engine: Engine) -> dict[str, Any]:
-    """The choices of this start; see RunFolder."""
+def facts_of(setup: Setup) -> dict[str, Any]:
+    """The choices of this start besides its settings; see RunFolder."""
     return {
-        **setup.in_effect(),
-        "dp": setup.dp,
         "device": torch.cuda.get_device_name() if setup.device_type == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
-        "block_size": setup.block_size,
-        "n_shards": engine.settings.n_shards,
         "storage": describe_storage(setup.flags.optim, DTYPES[setup.dtype]),
     }
 

@@ -233,9 +233,9 @@ class Trainer:
             transport=getattr(self.engine.control_group, "transport", "none"),
             zero_stage=self.engine.stage.number,
             accumulate=config.accumulate,
-            pp_split=stage_layers(model.config, self.setup) if self.setup.pp > 1 else None,
+            pp_split=stage_layers(model.config, self.setup) if self.setup.mesh.pp > 1 else None,
         )
-        self._facts = start.facts_of(self.setup, self.engine)
+        self._facts = start.facts_of(self.setup)
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
         self.guards = Guards(config.faults.on_nonfinite, scaled=self.loss_scale is not None)
         self.forward: Any = torch.compile(self.model) if config.system.compile else self.model
@@ -254,14 +254,14 @@ class Trainer:
 
     def _graph_of_steps(self) -> StepGraph | None:
         """The graph of whole steps; None where there can be none, or none is wanted."""
-        asked = self.config.system.cuda_graphs
-        why = why_none(self.model, self.engine, self.optimizer, asked)
-        if asked and why:
+        requested = self.config.system.cuda_graphs
+        why = why_none(self.model, self.engine, self.optimizer, requested)
+        if requested and why:
             raise ValueError(
                 "train: expected steps that a CUDA graph can hold with cuda_graphs, got ones where "
                 f"{why}; drop --cuda-graphs"
             )
-        if why or asked is False or not self.config.runs_in_graphs():
+        if why or requested is False or not self.config.runs_in_graphs():
             return None
         several = " and its collectives; NCCL inside graphs never ran in fastpar's tests"
         self._facts["graphs"] = "of the whole step" + several * (self.mesh.world_size > 1)
@@ -332,12 +332,12 @@ class Trainer:
         about: Any = {"data": self.data, "step": self.step, "facts": self._facts}
         mesh, first = self.mesh, self.mesh.replica == 0
         if first:
-            self.journal.open(model=self.model, **about)
+            self.journal.open(self.setup, model=self.model, **about)
         if mesh.replicas > 1:
             config = start.in_replica_folder(self.config, mesh, self.journal.path)
             self.config = self.journal.config = config
         if not first:
-            self.journal.open(model=self.model, **about)
+            self.journal.open(self.setup, model=self.model, **about)
         if self.changed:
             self.journal.say(self.changed.strip())
         self.folder = Path(broadcast_text(self.engine, str(self.journal.path or "")))

@@ -12,7 +12,7 @@ from torch import nn
 
 from fastpar import GPT, GPTConfig, Mesh, parallelize, pipeline_step
 from fastpar.axes.context import keys
-from fastpar.axes.context.keys import attend_keys, pieces, planned
+from fastpar.axes.context.keys import attend_keys, calls_of, planned
 from fastpar.axes.context.sequences import ContextParallel, to_heads, to_tokens
 from fastpar.comm.transports import TorchCollectives
 from fastpar.engine.debug import Debug
@@ -93,7 +93,7 @@ def test_documents_are_read_once_a_batch(monkeypatch):
     """On a GPU the host waits for them, and what follows from them is copied there; documents that
     are written are read again."""
     read = []
-    monkeypatch.setattr(keys, "pieces", lambda *args: read.append(args) or pieces(*args))
+    monkeypatch.setattr(keys, "calls_of", lambda *args: read.append(args) or calls_of(*args))
 
     def layers(documents):
         cp = ContextParallel(TorchCollectives(), "keys")
@@ -106,11 +106,11 @@ def test_documents_are_read_once_a_batch(monkeypatch):
         run_ranks(layers, 1, torch.tensor(BOUNDS, dtype=torch.int32))
         assert len(read) == batch
     documents = torch.tensor(BOUNDS, dtype=torch.int32)
-    first = [one.piece for one in planned(Place(0, 2), BATCH, TIME, documents)]
+    first = [one.call for one in planned(Place(0, 2), BATCH, TIME, documents)]
     documents[1] += 1
-    again = [one.piece for one in planned(Place(0, 2), BATCH, TIME, documents)]
+    again = [one.call for one in planned(Place(0, 2), BATCH, TIME, documents)]
     assert again != first
-    assert again == list(pieces(Place(0, 2), BATCH, TIME, documents.tolist()))
+    assert again == list(calls_of(Place(0, 2), BATCH, TIME, documents.tolist()))
     with torch.inference_mode():
         assert planned(Place(0, 2), BATCH, TIME, documents.clone())
 
@@ -126,9 +126,9 @@ def test_work_by_the_tiles_of_the_cpu_s_kernel():
     """Of 8 queries and 32 keys; contiguous slices would have 1.75 of the mean."""
     counts = [
         sum(
-            math.ceil(min(first + 8, piece.keys.stop) / 32)
-            for piece in pieces(Place(rank, 4), 1, 4096, None)
-            for first in range(piece.first_row, piece.keys.stop, 8)
+            math.ceil(min(first + 8, call.keys.stop) / 32)
+            for call in calls_of(Place(rank, 4), 1, 4096, None)
+            for first in range(call.first_row, call.keys.stop, 8)
         )
         for rank in range(4)
     ]

@@ -20,7 +20,7 @@ from fastpar.engine.debug import Debug
 from fastpar.kernels.reference import layer_norm_ref
 from fastpar.models.gpt import use_fp8
 from fastpar.optim.muon import muon_groups
-from fastpar.predict.memory import StepMemory
+from fastpar.predict.measure import StepMemory
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

@@ -58,11 +58,12 @@ class HalvedBlocks(axes.Axis):
 
     def candidates(self, workload, setup, per_node) -> Iterator:
         yield setup
-        if setup.weight_bytes > 2 and not setup.halve_every:
+        if setup.weight_bytes > 2 and not setup.parallel.more.halved.halve_every:
             yield setup.change(halve_every=2)
 
     def text(self, setup):
-        return f"halved {setup.halve_every}" if setup.halve_every else ""
+        every = setup.parallel.more.halved.halve_every
+        return f"halved {every}" if every else ""
 
 
 def _pack(x):

@@ -31,9 +31,19 @@ from fastpar.comm.recorder import (
     Span,
 )
 from fastpar.observe import profile, trace
-from fastpar.observe.profile import Report, layer_bytes, parse_profile
+from fastpar.observe.profile import (
+    Measured,
+    Phase,
+    Report,
+    Situation,
+    advise,
+    fitted,
+    layer_bytes,
+    parse_profile,
+    verdict,
+    work_of,
+)
 from fastpar.observe.trace import COMMUNICATION, MEMORY, OpTime, TraceTimes, times_of
-from fastpar.observe.verdict import Measured, Phase, Situation, advise, fitted, verdict, work_of
 from fastpar.predict.machine import Ceilings
 from fastpar.settings.model import GPTConfig
 from fastpar.train import launch, trainer

@@ -18,7 +18,7 @@ from fastpar.kernels.attention import (
     composed_fwd,
 )
 from fastpar.kernels.cases import attention_case
-from fastpar.predict.memory import StepMemory
+from fastpar.predict.measure import StepMemory
 
 RNG = Rng(make_key(3, 2**32 - 2), 4)  # the sample index crosses 2**32 at the third sample
 

@@ -34,7 +34,7 @@ from fastpar.kernels.reference import (
     cross_entropy_shard_ref,
     linear_cross_entropy_ref,
 )
-from fastpar.predict.memory import StepMemory
+from fastpar.predict.measure import StepMemory
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = ("mean", "sum", "none")

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar import kernels
 from fastpar.kernels import Rng, backend, make_key
-from fastpar.predict.memory import StepMemory
+from fastpar.predict.measure import StepMemory
 
 RNG = Rng(make_key(3, 0), 1)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

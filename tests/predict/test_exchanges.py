@@ -103,9 +103,9 @@ def check(*cell):
     # What experts and scales add to the words of ranks is left out; partial sums of pieces differ
     # from rank to rank, and an engine has them once a step or once a micro-batch.
     apart = set()
-    if setup.ep > 1 or setup.fp8 != "none":
+    if setup.mesh.ep > 1 or setup.flags.system.fp8 != "none":
         apart.add("control")
-    cuts_tokens = setup.tp_grid is not None or (setup.tp > 1 and setup.sequence_parallel)
+    cuts_tokens = setup.mesh.tp_grid is not None or (setup.tp > 1 and setup.sequence_parallel)
     if cuts_tokens and (setup.n_shards > 1 or setup.grad_accum_steps > 1):
         apart.add(("tp", "all_reduce"))
     for counter in (found, predicted):
@@ -113,10 +113,10 @@ def check(*cell):
             del counter[key]
     assert found == predicted, cell
     kinds = buckets_of(workload, setup).kinds
-    if setup.n_shards > 1 and setup.ep == 1:
+    if setup.n_shards > 1 and setup.mesh.ep == 1:
         padded = sorted(kind.padded(setup.n_shards) for kind in kinds.elements())
         assert padded == sorted(bucket.spec.numel for bucket in engine.buckets)
-    if setup.tp_grid is None and setup.ep == 1:
+    if setup.mesh.tp_grid is None and setup.mesh.ep == 1:
         assert buckets_of(workload, setup).elements == local
 
 

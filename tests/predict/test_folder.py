@@ -15,7 +15,7 @@ from fastpar.engine.parallelize import parallelize
 from fastpar.files.tensor_file import DTYPES
 from fastpar.optim.adamw import AdamW
 from fastpar.predict.folder import FolderModel, longest, predict_folder
-from fastpar.predict.memory import StepMemory, alive_bytes
+from fastpar.predict.measure import StepMemory, alive_bytes
 from fastpar.testing import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -51,11 +51,11 @@ def measure(kind, s):
         pass
     left = alive_bytes()
     model, mesh, more = made(kind, s.dtype), Mesh(tp=s.tp, device="cpu"), {}
-    if s.activation_checkpointing == "full":
+    if s.recompute.activation_checkpointing == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if s.tp > 1 and kind != "gpt2":
         more = {"tp_plan": {name: SHORT.get(how, "head") for name, how in model.tp_plan.items()}}
-    parallelize(model, mesh, zero_stage=s.zero_stage, grad_dtype=torch.float32, **more)
+    parallelize(model, mesh, zero_stage=s.parallel.zero_stage, grad_dtype=torch.float32, **more)
     optimizer = AdamW(model.parameters(), lr=1e-4, master_weights=s.dtype == "bf16")
 
     def step():

@@ -11,8 +11,7 @@ from memory_cells import setup, workload
 
 from fastpar.cli import main
 from fastpar.comm.transports import ShmCollectives
-from fastpar.predict.measure import ShortRun, measure, mesh_of
-from fastpar.predict.memory import StepMemory, alive_bytes, held_bytes
+from fastpar.predict.measure import ShortRun, StepMemory, alive_bytes, held_bytes, measure, mesh_of
 from fastpar.testing import run_ranks
 
 CPU = torch.device("cpu")

@@ -39,7 +39,7 @@ from fastpar.testing import run_ranks
 
 def rank_states(one, s):
     """Bytes of weights, gradients and the optimizer's state of this rank; those on its host."""
-    debug = Debug(bus_gb_s=5.0) if s.offload else Debug()
+    debug = Debug(bus_gb_s=5.0) if s.parallel.offload.what else Debug()
     make = partial(set_up.parallelize, debug=debug)
     with mock.patch.object(set_up, "parallelize", make):
         run = ShortRun(one, s, mesh_of(s))
@@ -52,7 +52,11 @@ def rank_states(one, s):
     weights = held.get("parameter shards", 0) + (held["parameters"] if s.stage < 3 else 0)
     grads = held.get("gradients", 0) + held.get("gradient shards", 0)
     host = held.get("host weights", 0) + held.get("host gradients", 0)
-    return (weights, grads, 0, host + state) if s.offload else (weights, grads, state, host)
+    return (
+        (weights, grads, 0, host + state)
+        if s.parallel.offload.what
+        else (weights, grads, state, host)
+    )
 
 
 STATES = [
@@ -87,12 +91,12 @@ def test_states_are_those_of_real_engines(rows):
     bucket of 0.2 MB has 52,400: at most 0.5 % of it is padding."""
     for settings in rows:
         s = setup(micro_batch_size=8 if "tp_grid" in settings else 1, bucket_mb=0.2, **settings)
-        experts = {"n_expert": 4, "top_k": 4, "expert_hidden": 256} if s.ep > 1 else {}
+        experts = {"n_expert": 4, "top_k": 4, "expert_hidden": 256} if s.mesh.ep > 1 else {}
         rows_of_step = s.dp * s.micro_batch_size
         one = workload(n_layer=2, tokens=8, batch=rows_of_step, **experts)
         found = zip(*run_ranks(rank_states, s.world_size, one, s))
         p = predict_states(one, s)
-        on_host = host_bytes(one, s) if s.offload else 0
+        on_host = host_bytes(one, s) if s.parallel.offload.what else 0
         for of_ranks, told in zip(found, (p.parameters, p.gradients, p.optimizer, on_host)):
             mean = sum(of_ranks) / len(of_ranks)
             assert mean == pytest.approx(told, rel=5e-3), settings
@@ -354,11 +358,11 @@ def test_stages_are_predicted():
         some = [cell for cell in STAGES if cell[1].world_size == ranks]
         peaks = run_ranks(measure_stages, ranks, some, backend="gloo", timeout_s=900)
         for (one, s), *of_ranks in zip(some, *peaks, strict=True):
-            each = ranks // s.pp
-            found = [max(of_ranks[i * each : (i + 1) * each]) for i in range(s.pp)]
-            told += [predict_memory(one, s, stage).total for stage in range(s.pp)]
+            each = ranks // s.mesh.pp
+            found = [max(of_ranks[i * each : (i + 1) * each]) for i in range(s.mesh.pp)]
+            told += [predict_memory(one, s, stage).total for stage in range(s.mesh.pp)]
             measured += found
-            ranks_of += [(one, s)] * s.pp
+            ranks_of += [(one, s)] * s.mesh.pp
     assert_close(ranks_of, told, measured)
 
 

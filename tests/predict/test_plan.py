@@ -84,11 +84,11 @@ def test_every_split_divides_what_it_cuts():
     assert {s.tp for s in seen} == {1, 2, 4, 8}  # 25 heads, which are padded
     seen = ways("gpt2", 48)
     assert {s.tp for s in seen} == {1, 2, 4, 8}
-    assert {s.zero_stage for s in seen} == {0, 1, 2, 3}
-    assert all(s.shard_size is None or s.data % s.shard_size == 0 for s in seen)
-    assert {s.tp * s.cp for s in seen} == {1, 2, 4, 8}  # ranks that share a node
-    assert {s.cp for s in seen if s.tp == 2} == {1, 2, 4}  # of which each has six heads
-    assert {s.shard_size for s in seen if s.tp == 1} == {None, 8}
+    assert {s.parallel.zero_stage for s in seen} == {0, 1, 2, 3}
+    assert all(s.parallel.shard_size is None or s.data % s.parallel.shard_size == 0 for s in seen)
+    assert {s.tp * s.mesh.cp for s in seen} == {1, 2, 4, 8}  # ranks that share a node
+    assert {s.mesh.cp for s in seen if s.tp == 2} == {1, 2, 4}  # of which each has six heads
+    assert {s.parallel.shard_size for s in seen if s.tp == 1} == {None, 8}
     # The runtime cuts the context of 1024 into 3 parts with padding in none of its ways.
     assert all(s.sequence_parallel == (1024 % s.tp == 0) for s in ways("gpt2", 48, 12))
     # Ranks 4 to 7 of nodes of 6 are in two nodes: a size that does not divide a node is none.
@@ -100,22 +100,27 @@ def test_every_split_divides_what_it_cuts():
         assert allowed[0] == world // max(sizes)
     without = {"pp", "offload"}
     for gpus in (8, 64):
-        seen = [s for s in ways("gpt2-xl", gpus, batch=4 * gpus, without=without) if s.tp_grid]
+        seen = [s for s in ways("gpt2-xl", gpus, batch=4 * gpus, without=without) if s.mesh.tp_grid]
         assert {(s.rows, s.tp) for s in seen} >= {(2, 2), (2, 4), (4, 2)}
         assert all(s.world_size == s.dp * s.rows * s.tp and s.tp <= 8 for s in seen)
         for s in seen:
             one = replace(s, micro_batch_size=s.rows, grad_accum_steps=4)
             assert refused(Workload(XL.shape, 4 * gpus), one) is None
     for beside in ({"optimizer": "muon"}, {"moment_dtype": "int8"}, {"offload": "optimizer"}):
-        assert not any(s.tp_grid for s in ways("gpt2-xl", 8, batch=256, without=without, **beside))
+        assert not any(
+            s.mesh.tp_grid for s in ways("gpt2-xl", 8, batch=256, without=without, **beside)
+        )
     three = Workload(GPTConfig(3, 2, 64, 64), 16)  # no stage is without layers
-    assert {way.pp for way in layouts(three, Setup(8), 8) if way.pp > 1} == {2}
+    assert {way.mesh.pp for way in layouts(three, Setup(8), 8) if way.mesh.pp > 1} == {2}
 
 
 def test_a_batch_that_no_split_divides_leaves_nothing():
     workload = replace(GPT2, batch_size=7)
     assert found(workload, world=13) == []
-    assert {(e.setup.pp, e.setup.cp) for e in found(workload, world=5)} == {(5, 1), (1, 5)}
+    assert {(e.setup.mesh.pp, e.setup.mesh.cp) for e in found(workload, world=5)} == {
+        (5, 1),
+        (1, 5),
+    }
     assert possible_batches(workload, Setup(world_size=5), 8, {"pp", "cp"}) == [5, 10, 15]
 
 
@@ -150,7 +155,7 @@ def test_which_one_wins_and_why_others_lose():
     # Of layouts alike the simplest: of one rank's work only what is sent depends on the stage.
     estimates = found(world=4, rates=FreeLinks)
     winner = estimates[0]
-    assert (winner.setup.tp, winner.setup.zero_stage) == (1, 0)
+    assert (winner.setup.tp, winner.setup.parallel.zero_stage) == (1, 0)
     fastest = min(e.time.step_s for e in estimates if e.time is not None)
     assert winner.time.step_s <= 1.01 * fastest
     # What the trainer refuses is not among them.
@@ -209,7 +214,11 @@ def everything(workload, ways, rates):
 def test_the_bounds_leave_out_no_winner(shape, link):
     workload, template = Workload(shape, 32), Setup(8)
     rates = DatasheetRates(Cluster.of("h100", 8, 2, inter=link), template)
-    ways = [way for way in layouts(workload, template, 2) if way.pp > 1 and way.zero_stage < 2]
+    ways = [
+        way
+        for way in layouts(workload, template, 2)
+        if way.mesh.pp > 1 and way.parallel.zero_stage < 2
+    ]
     cases = list(everything(workload, ways, rates))
     assert all(bound <= seconds for seconds, bound, _ in cases)
     sizes = {setup: predict_memory(workload, setup).total for *_, setup in cases}
@@ -289,21 +298,23 @@ def test_what_wins_where(capsys):
         return search(XL, template, rates=rates, limit_bytes=70e9, per_node=8, fixed=fixed)
 
     found = on_8()
-    grids = [e for e in found if e.setup.tp_grid is not None]
-    assert found[0].setup.tp_grid is None
-    assert {e.setup.tp_grid for e in grids} >= {"2x2", "2x4", "4x2"}
+    grids = [e for e in found if e.setup.mesh.tp_grid is not None]
+    assert found[0].setup.mesh.tp_grid is None
+    assert {e.setup.mesh.tp_grid for e in grids} >= {"2x2", "2x4", "4x2"}
     assert all(e.setup.micro_batch_size % e.setup.rows == 0 for e in grids)
 
     found = plan.make_plan(PlanCommand(model="gpt2-xl", gpus=1, gpu="4090"))
     winner = found.estimates[0]
-    assert winner.setup.offload == "optimizer"
+    assert winner.setup.parallel.offload.what == "optimizer"
     assert winner.time.parts["offload"] > 0 == winner.time.parts["optimizer"]
     assert sum(winner.time.parts.values()) == pytest.approx(winner.time.step_s)
     assert "host     28.0 GB of host memory per rank" in report(found)
     line = " ".join(plan.flags(found, winner.setup))
     assert ("--offload optimizer" in line, "--chunks" in line) == (True, False)
     fits = plan.make_plan(PlanCommand(model="gpt2", gpus=1, gpu="h100"))
-    assert {(e.setup.offload, e.setup.zero_stage) for e in fits.estimates} == {(None, 0)}
+    assert {
+        (e.setup.parallel.offload.what, e.setup.parallel.zero_stage) for e in fits.estimates
+    } == {(None, 0)}
 
 
 BAD = [
@@ -372,7 +383,7 @@ def test_8_bit_products_pay_where_they_are_large():
     wide = PlanCommand(model="gpt2-xl", n_embd=4096, n_head=32, n_layer=8, gpus=1, fp8="all")
     found = plan.make_plan(wide)
     assert " --fp8 all" in report(found).rpartition("fastpar train")[2]
-    assert all(e.setup.fp8 == "all" for e in found.estimates)
+    assert all(e.setup.flags.system.fp8 == "all" for e in found.estimates)
 
 
 # Every command that is printed is parsed and built, as Trainer.__init__ builds: model, engine and
@@ -401,9 +412,10 @@ def built(words, monkeypatch):
     if config.system.dtype == "fp16":  # which no CPU trains: as many bytes, the same paths
         changes["dtype"] = "bf16"
 
-    def alone(model, mesh, settings):
+    def alone(model, mesh, settings, **options):
         heard_only = Debug(collectives=heard([]))
-        return parallelize(model, mesh, settings.change(transport="auto"), debug=heard_only)
+        settings = settings.change(transport="auto")
+        return parallelize(model, mesh, settings, debug=heard_only, **options)
 
     monkeypatch.setattr(set_up, "parallelize", alone)
     monkeypatch.setattr(start, "load_data", text_of)
@@ -431,8 +443,10 @@ def check_all(monkeypatch, capsys, words, *, all_layouts):
         assert made.mesh.tp_size == setup.tp * setup.rows
         steps = {name: getattr(setup, name) for name in ("micro_batch_size", "grad_accum_steps")}
         assert {name: getattr(made, name) for name in steps} == steps, line
-        assert made.engine.stage.number == setup.zero_stage or setup.dp == 1
-        assert made.engine.settings.n_shards == setup.n_shards or not setup.zero_stage, line
+        assert made.engine.stage.number == setup.parallel.zero_stage or setup.dp == 1
+        assert made.engine.settings.n_shards == setup.n_shards or not setup.parallel.zero_stage, (
+            line
+        )
         again = Setup(setup.world_size, config, setup.device_type, setup.transport, **steps)
         found, told = again.in_effect(), setup.in_effect()
         if setup.tp == 1:  # of one rank nothing is shared out

@@ -13,8 +13,7 @@ from fastpar.engine.debug import Debug
 from fastpar.kernels.loss.linear_cross_entropy import release_workspaces, workspace_bytes
 from fastpar.models import set_up
 from fastpar.predict import measure as measure_on
-from fastpar.predict.measure import ShortRun
-from fastpar.predict.memory import StepMemory, alive_bytes, held_bytes
+from fastpar.predict.measure import ShortRun, StepMemory, alive_bytes, held_bytes
 from fastpar.settings.mesh import parse_grid
 from fastpar.settings.model import BLOCK_FIELDS, PRESETS, GPTConfig
 
@@ -98,7 +97,7 @@ def measure_first_rank(workload, setup):
     release_workspaces()
     make = partial(set_up.parallelize, debug=Debug(collectives=heard([])))
     alone = mock.patch.object(set_up, "parallelize", make)
-    grid = parse_grid(setup.tp_grid)
+    grid = parse_grid(setup.mesh.tp_grid)
     with alone, LoneMesh(setup.world_size, 0, tp_grid=grid) as mesh:
         run = ShortRun(workload, setup, mesh)
         run.step()

@@ -94,6 +94,8 @@ def test_kernels_import_neither_runtime_nor_distributed_and_oracles_torch_only()
             assert not name.startswith("torch.distributed"), (path.name, name)
             own = name.startswith("fastpar.kernels")
             assert own or not name.startswith("fastpar."), (path.name, name)
+        loaded = re.findall(r'"fastpar\.(?!kernels)\w+[\w.]*"', path.read_text())  # by importlib
+        assert loaded == ['"fastpar.doctor.doctor"'] * (path.name == "choice.py"), path.name
     names = imports(ROOT / "kernels" / "reference.py")
     assert {n.split(".")[0] for n in names} <= {"torch", "math", "__future__"}
 

@@ -30,15 +30,10 @@ from fastpar.train.journal import Journal, MetricsLog, check_out, plot_loss, rea
 from fastpar.train.sample import sample
 
 SETUP = Setup(2, device_type="cpu", transport="shm", dtype="fp32", micro_batch_size=4,
-              grad_accum_steps=2, zero_stage=2)  # fmt: skip
+              grad_accum_steps=2, zero_stage=2, block_size=8)  # fmt: skip
 
 
-def facts_of(setup):
-    more = {"device": "CPU", "threads": 1, "block_size": 8, "n_shards": 2, "dp": setup.dp}
-    return {**setup.in_effect(), **more, "storage": "adamw, master weights none, moments fp32"}
-
-
-FACTS = facts_of(SETUP)
+FACTS = {"device": "CPU", "threads": 1, "storage": "adamw, master weights none, moments fp32"}
 SHAPE = GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=256)
 TOKENS = np.zeros(100, dtype=np.uint16)
 
@@ -47,9 +42,10 @@ def data_of(name="text.txt"):
     return TextData(name, TOKENS, TOKENS, make_tokenizer("bytes"), 256)
 
 
-def open_folder(step=0, name="text.txt", facts=FACTS, **changes):
+def open_folder(step=0, name="text.txt", setup=SETUP, **changes):
     config = TrainConfig().replace({"model": "mini", "batch_size": 32, **changes})
-    return module.RunFolder(config, model=GPT(SHAPE), data=data_of(name), step=step, facts=facts)
+    about = {"data": data_of(name), "step": step, "facts": FACTS}
+    return module.RunFolder(config, setup, model=GPT(SHAPE), **about)
 
 
 def test_names_of_folders(tmp_path, monkeypatch):
@@ -80,8 +76,8 @@ def test_a_folder_with_any_file_of_a_run_is_never_overwritten(tmp_path):
 
 
 def test_the_header_names_every_automatic_choice(tmp_path):
-    facts = facts_of(SETUP.change(world_size=8, tp=4, sequence_parallel=False))
-    text = "\n".join(open_folder(out=str(tmp_path / "r"), facts=facts).header)
+    setup = SETUP.change(world_size=8, tp=4, sequence_parallel=False)
+    text = "\n".join(open_folder(out=str(tmp_path / "r"), setup=setup).header)
     for words in (
         "CPU, ranks 8, threads per rank 1, fp32",
         "tokenizer bytes, 256 tokens",
@@ -134,7 +130,7 @@ def journal_of(out, mesh, step=0):
     model = GPT(SHAPE)
     engine = engine_of(parallelize(model, mesh))
     journal = Journal(config, mesh)
-    journal.open(model=model, data=data_of(), step=step, facts=FACTS)
+    journal.open(SETUP, model=model, data=data_of(), step=step, facts=FACTS)
     return journal, engine
 
 

@@ -141,8 +141,9 @@ def bus(monkeypatch):
     """A bus on a machine without a GPU."""
     real, debug = set_up.parallelize, Debug(bus_gb_s=1.0, poison=True)
 
-    def parallelized(model, mesh, settings):
-        return real(model, mesh, settings, debug=debug if settings.offload.what else None)
+    def parallelized(model, mesh, settings, **options):
+        on_bus = {"debug": debug} if settings.offload.what else {}
+        return real(model, mesh, settings, **options, **on_bus)
 
     monkeypatch.setattr(set_up, "parallelize", parallelized)
     monkeypatch.setattr(recompute, "_LEAST_BYTES", 1024)
@@ -213,7 +214,7 @@ ALONE = {}  # what one process found, by settings
 def test_split_layers_have_the_curve_of_one_process(here, monkeypatch, settings, ranks, layout):
     """In fp64, where a difference that is no rounding cannot hide."""
     real = set_up.parallelize
-    in_fp64 = lambda model, mesh, s: real(model, mesh, s.change(grad_dtype=None))  # noqa: E731
+    in_fp64 = lambda *of, grad_dtype, **options: real(*of, **options)  # noqa: E731
     monkeypatch.setattr("fastpar.train.start.pick_dtype", lambda *given: "fp64")
     monkeypatch.setattr(set_up, "parallelize", in_fp64)
     key = repr(settings)

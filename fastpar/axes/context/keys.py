@@ -2,7 +2,7 @@
 
 Keys and values are gathered, those of H/cp heads at a time, so that never more of them are in
 memory than a rank's own. A rank's queries are runs of consecutive tokens; each run is one call of
-attention with the keys up to its last query, a Piece. Backward gathers keys and values again and
+attention with the keys up to its last query, a Call. Backward gathers keys and values again and
 sums their gradients over the ranks, each for its own tokens, in the order of the ranks.
 
 Bits: a query sees the same keys as in one process, in the same order, and its row of the dropout
@@ -33,7 +33,7 @@ from fastpar.kernels.philox import Rng, quantize_p
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
-class Piece(NamedTuple):
+class Call(NamedTuple):
     """One call of attention: queries of some rows of the batch, and the keys that they see.
 
     rows: of the batch. queries: range in this rank's tokens of a row. keys: in the row's tokens.
@@ -59,15 +59,15 @@ class Piece(NamedTuple):
         return x if self.bounds is None else x[0]
 
 
-def pieces(
+def calls_of(
     cp: ContextParallel, batch: int, time: int, bounds: Sequence[int] | None
-) -> Iterator[Piece]:
+) -> Iterator[Call]:
     """The calls for all of this rank's queries. bounds: cu_seqlens of the whole batch."""
     length = time // cp.n_chunks
     for i, chunk in enumerate(cp.chunks):
         queries, start = slice(i * length, (i + 1) * length), chunk * length
         if bounds is None:
-            yield Piece(slice(0, batch), queries, slice(0, start + length), start)
+            yield Call(slice(0, batch), queries, slice(0, start + length), start)
             continue
         for row in range(batch):
             yield from _of_documents(row, time, queries, start, bounds)
@@ -75,7 +75,7 @@ def pieces(
 
 def _of_documents(
     row: int, time: int, queries: slice, start: int, bounds: Sequence[int]
-) -> Iterator[Piece]:
+) -> Iterator[Call]:
     """Pieces of a run that begins at `start` of its row; see "Documents" above."""
     end = start + queries.stop - queries.start
     first = row * time  # of the row, in bounds
@@ -85,41 +85,41 @@ def _of_documents(
     cuts = [bounds[i] - first for i in inside]
     rows = slice(row, row + 1)
     stop = cuts[0] if cuts else end
-    at = queries.start - start  # from positions in the row to this rank's
-    yield Piece(rows, slice(start + at, stop + at), slice(begin, stop), start - begin, opened)
+    lag = queries.start - start  # from positions in the row to this rank's
+    yield Call(rows, slice(start + lag, stop + lag), slice(begin, stop), start - begin, opened)
     if cuts:
         lengths = tuple(cut - stop for cut in (*cuts, end))
-        yield Piece(rows, slice(stop + at, end + at), slice(stop, end), 0, opened + 1, lengths)
+        yield Call(rows, slice(stop + lag, end + lag), slice(stop, end), 0, opened + 1, lengths)
 
 
 class Planned(NamedTuple):
-    """A Piece with its tensors on the device: cu_seqlens of its documents, and the difference of
+    """A Call with its tensors on the device: cu_seqlens of its documents, and the difference of
     the rng key of its first document from the batch's."""
 
-    piece: Piece
+    call: Call
     cu_seqlens: Tensor | None = None
     further: Tensor | None = None
 
 
 def planned(cp: ContextParallel, batch: int, time: int, documents: Tensor | None) -> list[Planned]:
-    """All pieces. Documents are read once per batch, not in each layer and direction: the result
+    """All calls. Documents are read once per batch, not in each layer and direction: the result
     stays with the tensor until it is written."""
     if documents is None:
-        return [Planned(piece) for piece in pieces(cp, batch, time, None)]
+        return [Planned(call) for call in calls_of(cp, batch, time, None)]
     version = None if documents.is_inference() else documents._version
     of = (cp.number, batch, time, version)
-    kept = getattr(documents, "fastpar_planned", None)
-    if kept is None or kept[0] != of:
-        found = list(pieces(cp, batch, time, documents.tolist()))
-        kept = (of, _plan(found, documents.device))
-        documents.fastpar_planned = kept  # type: ignore[attr-defined]
-    return kept[1]
+    plan = getattr(documents, "fastpar_planned", None)
+    if plan is None or plan[0] != of:
+        parts = list(calls_of(cp, batch, time, documents.tolist()))
+        plan = (of, _plan(parts, documents.device))
+        documents.fastpar_planned = plan  # type: ignore[attr-defined]
+    return plan[1]
 
 
-def _plan(found: list[Piece], device: torch.device) -> list[Planned]:
+def _plan(parts: list[Call], device: torch.device) -> list[Planned]:
     """Copies the device tensors at once, in rows that begin at multiples of 16 bytes, for which
     kernels are compiled."""
-    rows = [(0, piece.sample, 0, 0, *(piece.bounds or ())) for piece in found]
+    rows = [(0, call.sample, 0, 0, *(call.bounds or ())) for call in parts]
     width = -(-max(map(len, rows)) // 4) * 4
     rows = [row + (0,) * (width - len(row)) for row in rows]
     host = torch.tensor(rows, dtype=torch.int32, device="cpu")
@@ -127,16 +127,16 @@ def _plan(found: list[Piece], device: torch.device) -> list[Planned]:
         host = host.pin_memory()
     return [
         Planned(
-            piece,
-            None if piece.bounds is None else row[4 : 4 + len(piece.bounds)],
-            row[:2] if piece.sample else None,
+            call,
+            None if call.bounds is None else row[4 : 4 + len(call.bounds)],
+            row[:2] if call.sample else None,
         )
-        for piece, row in zip(found, host.to(device, non_blocking=True))
+        for call, row in zip(parts, host.to(device, non_blocking=True))
     ]
 
 
 class _Calls:
-    """The common part of forward and backward: pieces, groups of heads, arguments of each call."""
+    """The common part of forward and backward: calls, groups of heads, arguments of each call."""
 
     def __init__(
         self,
@@ -166,15 +166,15 @@ class _Calls:
 
     def settings(self, planned: Planned, heads: slice) -> tuple:
         """Arguments of attention and its backward after the tensors."""
-        piece, cu, further = planned
+        call, cu, further = planned
         key = self.key if self.key is None or further is None else self.key + further
-        first_row = piece.first_row or None if self.threshold else None
+        first_row = call.first_row or None if self.threshold else None
         site = self.site_head + heads.start
         return True, self.scale, key, site, self.threshold, cu, first_row
 
-    def inputs(self, piece: Piece, heads: slice, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        k, v = (piece.of_keys(x, self.batch) for x in kv.unbind(1))
-        return piece.of_queries(self.qkv[:, 0, heads], self.batch), k, v
+    def inputs(self, call: Call, heads: slice, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k, v = (call.of_keys(x, self.batch) for x in kv.unbind(1))
+        return call.of_queries(self.qkv[:, 0, heads], self.batch), k, v
 
 
 def _attend(qkv: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
@@ -182,9 +182,9 @@ def _attend(qkv: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     o, stats = qkv.new_empty(qkv[:, 0].shape), []
     for heads, kv in calls.groups():
         for one in calls.planned:
-            inputs = calls.inputs(one.piece, heads, kv)
+            inputs = calls.inputs(one.call, heads, kv)
             part, kept = attention_calls(inputs[0])[0](*inputs, *calls.settings(one, heads))
-            one.piece.of_queries(o[:, heads], calls.batch).copy_(part)
+            one.call.of_queries(o[:, heads], calls.batch).copy_(part)
             stats.append(kept.flatten())
     return o, torch.cat(stats)
 
@@ -194,10 +194,10 @@ def _scattered_sum(sent: Tensor, cp: ContextParallel) -> Tensor:
     sent = sent.contiguous()
     parts = torch.empty_like(sent)
     cp.group.all_to_all(parts.view(-1), sent.view(-1))
-    own = parts[0].to(_WIDE.get(sent.dtype, sent.dtype))
+    total = parts[0].to(_WIDE.get(sent.dtype, sent.dtype))
     for part in parts[1:]:
-        own = own + part
-    return own
+        total = total + part
+    return total
 
 
 def _attend_bwd(do: Tensor, qkv: Tensor, o: Tensor, stats: Tensor, *settings: Any) -> Tensor:
@@ -206,10 +206,10 @@ def _attend_bwd(do: Tensor, qkv: Tensor, o: Tensor, stats: Tensor, *settings: An
     for heads, kv in calls.groups():
         total = torch.zeros_like(kv, dtype=_WIDE.get(kv.dtype, kv.dtype))
         for one in calls.planned:
-            piece = one.piece
-            inputs = calls.inputs(piece, heads, kv)
+            call = one.call
+            inputs = calls.inputs(call, heads, kv)
             given, made, to = (
-                piece.of_queries(x, calls.batch)
+                call.of_queries(x, calls.batch)
                 for x in (do[:, heads], o[:, heads], grad[:, 0, heads])
             )
             rows = given.numel() // given.shape[-1]
@@ -221,7 +221,7 @@ def _attend_bwd(do: Tensor, qkv: Tensor, o: Tensor, stats: Tensor, *settings: An
             )
             to.copy_(dq)
             for sums, part in zip(total.unbind(1), dkv):
-                piece.of_keys(sums, calls.batch).add_(part)
+                call.of_keys(sums, calls.batch).add_(part)
             del dq, dkv, inputs, part
         del kv
         sent = cp.of_ranks(total.to(qkv.dtype).unflatten(0, (calls.batch, -1)))
@@ -310,11 +310,11 @@ def attend_rows(
         o: [B, T/cp, H, D].
     Ranks: all of cp.
     """
-    batch, heads, mine = len(qkv), qkv.shape[-2], qkv.flatten(0, 1)
+    batch, heads, local = len(qkv), qkv.shape[-2], qkv.flatten(0, 1)
     if cp.by_keys:
-        o = attend_keys(mine, batch, cp, softmax_scale=softmax_scale, **dropout)
+        o = attend_keys(local, batch, cp, softmax_scale=softmax_scale, **dropout)
         return o.unflatten(0, (batch, -1))
-    parts = to_heads(mine, cp).unflatten(0, (cp.size, -1))
+    parts = to_heads(local, cp).unflatten(0, (cp.size, -1))
     whole = cp.in_order(parts, batch).unflatten(0, (batch, -1))  # [B, T, 3, H/cp, D]
     o = attention_qkvpacked(whole, causal=True, softmax_scale=softmax_scale, **dropout)
     o = to_tokens(cp.of_ranks(o).flatten(0, 1)[:, None], heads, cp)[:, 0]

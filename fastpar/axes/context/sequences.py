@@ -151,9 +151,9 @@ def context_of(number: int) -> ContextParallel:
 def _to_heads(x: Tensor, number: int) -> Tensor:
     """[n, K, H, D] of this rank's tokens -> [cp * n, K, H/cp, D], all tokens of its heads."""
     cp = context_of(number)
-    mine = -(-x.shape[2] // cp.size)
-    x = F.pad(x, (0, 0, 0, mine * cp.size - x.shape[2]))
-    sent = x.unflatten(2, (cp.size, mine)).movedim(2, 0).contiguous()
+    n_heads = -(-x.shape[2] // cp.size)
+    x = F.pad(x, (0, 0, 0, n_heads * cp.size - x.shape[2]))
+    sent = x.unflatten(2, (cp.size, n_heads)).movedim(2, 0).contiguous()
     out = torch.empty_like(sent)
     cp.group.all_to_all(out.view(-1), sent.view(-1))
     return out.flatten(0, 1)

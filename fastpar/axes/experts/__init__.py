@@ -17,7 +17,7 @@ import copy
 import functools
 import math
 from collections import deque
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,8 +66,10 @@ class Experts(Axis):
         states: dict[nn.Parameter, State] = {}
         for module in model.modules():
             if isinstance(module, mixture.Experts):
-                own = dict(module.named_parameters())
-                states |= {own[name]: state for name, state in module.expert_parallel(ep).items()}
+                params = dict(module.named_parameters())
+                states |= {
+                    params[name]: state for name, state in module.expert_parallel(ep).items()
+                }
         mesh.broadcast_([p for p in states if not p.is_meta], "ep")
         mesh.group(*SAME)  # called by all ranks, though a pipeline stage may have no experts
         if making.declared is None:
@@ -94,23 +96,24 @@ class Experts(Axis):
 
     def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
         """Rows to their experts and back, in forward and in backward, and their counts."""
-        if setup.ep == 1:
+        if setup.mesh.ep == 1:
             return
         shape, n_micro = workload.shape, setup.grad_accum_steps
         rows = setup.tokens_of_rank(workload) * shape.top_k
         n_bytes = float(rows * shape.n_embd * setup.weight_bytes)
-        layers = n_micro * shape.expert_layers / setup.pp
-        forwards = 2 if setup.activation_checkpointing == "full" else 1
+        layers = n_micro * shape.expert_layers / setup.mesh.pp
+        forwards = 2 if setup.recompute.activation_checkpointing == "full" else 1
         there_and_back, counts = 2 * (forwards + 1) * layers, 8.0 * shape.n_expert
-        yield CommOp("all_to_all", "ep", n_bytes, setup.ep, setup.tp, there_and_back, "")
-        yield CommOp("all_to_all", "ep", counts, setup.ep, setup.tp, forwards * layers, "")
+        yield CommOp("all_to_all", "ep", n_bytes, setup.mesh.ep, setup.tp, there_and_back, "")
+        yield CommOp("all_to_all", "ep", counts, setup.mesh.ep, setup.tp, forwards * layers, "")
 
-    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
+    def header(self, setup: Setup, shape: GPTConfig) -> dict[str, str]:
         if not shape.n_expert:
             return {}
         count, layers = f"{shape.n_expert} experts (top {shape.top_k})", shape.expert_layers
         lines = {"model": f"{count} in {layers} layers"}
-        return lines | ({"ranks": f"experts over {known['ep']} of dp"} if known["ep"] > 1 else {})
+        ep = setup.mesh.ep
+        return lines | ({"ranks": f"experts over {ep} of dp"} if ep > 1 else {})
 
     def describe(self, shards: Any) -> Iterator[str]:
         if "ep" not in shards.travels:
@@ -129,13 +132,13 @@ class Experts(Axis):
             yield setup.change(ep=ep)
 
     def accepts(self, workload: Workload, setup: Setup) -> bool:
-        return setup.dp % setup.ep == 0
+        return setup.dp % setup.mesh.ep == 0
 
     def compared(self, setup: Setup) -> tuple[Any, ...]:
-        return (setup.ep,)
+        return (setup.mesh.ep,)
 
     def text(self, setup: Setup) -> str:
-        return f"ep {setup.ep}" * (setup.ep > 1)
+        return f"ep {setup.mesh.ep}" * (setup.mesh.ep > 1)
 
 
 def _share(mesh: Mesh, tensors: Sequence[Tensor]) -> None:

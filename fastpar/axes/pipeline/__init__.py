@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fastpar.axes import Axis, Making
@@ -26,7 +26,7 @@ class RankParts(NamedTuple):
 
 def stage_layers(shape: GPTConfig, setup: Setup) -> Sequence[int]:
     """Layers on each of the stages: by pp_split, or by FLOPs of a token's forward."""
-    return setup.pp_split or _cut(shape, setup.pp * setup.chunks)
+    return setup.pp_split or _cut(shape, setup.mesh.pp * setup.chunks)
 
 
 @functools.lru_cache(4096)
@@ -36,10 +36,10 @@ def _cut(shape: GPTConfig, n_stages: int) -> tuple[int, ...]:
 
 def parts_of(workload: Workload, setup: Setup) -> tuple[RankParts, ...]:
     """The parts of each rank of a pipeline."""
-    if setup.pp == 1:
+    if setup.mesh.pp == 1:
         return (RankParts((_layers(workload.shape),), True, True),)
     split = tuple(stage_layers(workload.shape, setup))
-    return _rank_parts(workload.shape, setup.pp, setup.chunks, split)
+    return _rank_parts(workload.shape, setup.mesh.pp, setup.chunks, split)
 
 
 @functools.lru_cache(256)
@@ -52,12 +52,12 @@ def _rank_parts(
     shape: GPTConfig, pp: int, chunks: int, split: tuple[int, ...]
 ) -> tuple[RankParts, ...]:
     layers, ends = _layers(shape), [0, *itertools.accumulate(split)]
-    found, last = [], pp * chunks - 1
+    parts, last = [], pp * chunks - 1
     for rank in range(pp):
-        mine = range(rank, pp * chunks, pp)
-        chunk_layers = tuple(layers[ends[s] : ends[s + 1]] for s in mine)
-        found.append(RankParts(chunk_layers, 0 in mine, last in mine))
-    return tuple(found)
+        stages = range(rank, pp * chunks, pp)
+        chunk_layers = tuple(layers[ends[s] : ends[s + 1]] for s in stages)
+        parts.append(RankParts(chunk_layers, 0 in stages, last in stages))
+    return tuple(parts)
 
 
 MOST_STAGES = 64
@@ -80,22 +80,22 @@ class Pipelined(Axis):
 
     def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
         """A stage's output forward, its gradient back; the sum of both copies of the table."""
-        if setup.pp == 1:
+        if setup.mesh.pp == 1:
             return
         tokens, width = setup.tokens_of_rank(workload), workload.shape.n_embd
         stride, t = setup.tp * setup.data, setup.tp
         n_bytes = float(tokens * width * setup.weight_bytes) / t
         count = 2 * setup.grad_accum_steps * setup.chunks
-        yield CommOp("send", "pp", n_bytes, setup.pp, stride, count, "schedule")
+        yield CommOp("send", "pp", n_bytes, setup.mesh.pp, stride, count, "schedule")
         table = float(vocabulary_rows(workload.shape, t) * width * setup.wire_bytes)
-        yield CommOp("all_reduce", "pp", table, 2, stride * (setup.pp - 1), 1, "")
+        yield CommOp("all_reduce", "pp", table, 2, stride * (setup.mesh.pp - 1), 1, "")
 
-    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
+    def header(self, setup: Setup, shape: GPTConfig) -> dict[str, str]:
         """Also the fraction of the time in which a rank waits."""
-        pp, name, m = known["pp"], known["schedule"], known["grad_accum_steps"]
+        pp, name, m = setup.mesh.pp, setup.parallel.pipeline.schedule, setup.grad_accum_steps
         if pp == 1:
             return {}
-        split = known["pp_split"]
+        split = setup.pp_split or stage_layers(shape, setup)
         ends = [0, *itertools.accumulate([split[0] + 1, *split[1:-1], split[-1] + 1])]
         flops = [sum(part_flops(shape)[a:b]) for a, b in itertools.pairwise(ends)]
         costs = Costs(flops, [2 * f for f in flops])
@@ -108,9 +108,9 @@ class Pipelined(Axis):
     def cut(self, making: Making) -> None:
         pipeline = making.parallel.pipeline
         split, model = pp_split(pipeline.split), making.model
-        found = cut_stages(model, making.mesh, split, pipeline.schedule, pipeline.chunks)
-        if found is not None:
-            making.kept[self.name] = found
+        stages = cut_stages(model, making.mesh, split, pipeline.schedule, pipeline.chunks)
+        if stages is not None:
+            making.kept[self.name] = stages
 
     def connect(self, making: Making) -> None:
         cut = making.kept.get(self.name)
@@ -119,10 +119,10 @@ class Pipelined(Axis):
             making.unit_starts = cut.starts(making.model)
 
     def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
-        if setup.pp == 1:
+        if setup.mesh.pp == 1:
             yield setup
-        sizes = divisors(setup.world_size)[1:] if setup.pp == 1 else [setup.pp]
-        if setup.tp_grid is not None or setup.offload is not None:
+        sizes = divisors(setup.world_size)[1:] if setup.mesh.pp == 1 else [setup.mesh.pp]
+        if setup.mesh.tp_grid is not None or setup.parallel.offload.what is not None:
             return
         for pp in sizes:
             for schedule, chunks in SCHEDULES:
@@ -131,14 +131,14 @@ class Pipelined(Axis):
                     yield staged
 
     def compared(self, setup: Setup) -> tuple[Any, ...]:
-        return (setup.pp,)
+        return (setup.mesh.pp,)
 
     def text(self, setup: Setup) -> str:
-        return f"pp {setup.pp}" * (setup.pp > 1)
+        return f"pp {setup.mesh.pp}" * (setup.mesh.pp > 1)
 
     def note(self, setup: Setup) -> str:
         chunks = f" of {setup.chunks} chunks" * (setup.chunks > 1)
-        return f"{setup.schedule}{chunks}" * (setup.pp > 1)
+        return f"{setup.parallel.pipeline.schedule}{chunks}" * (setup.mesh.pp > 1)
 
     def check(self, command: Any, workload: Workload) -> None:
         """Refuse more stages than layers, or a number that does not divide the ranks."""

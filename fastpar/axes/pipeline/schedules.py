@@ -191,25 +191,25 @@ def in_order(schedule: Schedule) -> list[_Step]:
     Raises:
         ValueError: operations wait for each other, so the schedule cannot run.
     """
-    found: list[_Step] = []
+    steps: list[_Step] = []
     at: dict[tuple[int, Op], int] = {}
     left, before = [list(reversed(ops)) for ops in schedule.ops], -1
-    while before < len(found):
-        before = len(found)
+    while before < len(steps):
+        before = len(steps)
         for rank, ops in enumerate(left):
             while ops and -1 not in (
                 behind := [at.get(key, -1) for key in needs(schedule, rank, ops[-1])]
             ):
                 op = ops.pop()
-                at[rank, op] = len(found)
-                after = tuple((i, found[i].rank != rank) for i in behind)
-                found.append(_Step(rank, op.kind, schedule.stage_of(rank, op.chunk), after))
+                at[rank, op] = len(steps)
+                after = tuple((i, steps[i].rank != rank) for i in behind)
+                steps.append(_Step(rank, op.kind, schedule.stage_of(rank, op.chunk), after))
     if any(left):
         raise ValueError(
             f"in_order: {schedule.name} with pp={schedule.ranks} cannot run: "
             f"{[ops[-1] for ops in left if ops]} wait for each other; correct its rule"
         )
-    return found
+    return steps
 
 
 @functools.lru_cache(512)
@@ -266,14 +266,14 @@ def held_of(schedule: str, pp: int, micro_batches: int, chunks: int) -> list[lis
 
 
 def _most_held(ops: Sequence[Op], chunks: int) -> list[Held]:
-    held, found = [0] * chunks, dict[Held, None]()
+    held, moments = [0] * chunks, dict[Held, None]()
     for op in ops:
         if op.kind is Kind.FORWARD:
             held[op.chunk] += 1
         else:
-            found[Held(op.chunk, tuple(held))] = None
+            moments[Held(op.chunk, tuple(held))] = None
             held[op.chunk] -= 1
-    return [a for a in found if not any(a.within(b) for b in found)]
+    return [a for a in moments if not any(a.within(b) for b in moments)]
 
 
 # Cutting a model
@@ -328,7 +328,7 @@ def _most_even(sums: Sequence[float], n_stages: int, limit: float) -> list[int]:
     n = len(sums) - 1
     best = {0: (0.0, [0])}
     for stage in range(1, n_stages + 1):
-        found: dict[int, tuple[float, list[int]]] = {}
+        tried: dict[int, tuple[float, list[int]]] = {}
         for end in range(stage, n + 1):
             for start in range(end - 1, stage - 2, -1):
                 cost = sums[end] - sums[start]
@@ -336,7 +336,7 @@ def _most_even(sums: Sequence[float], n_stages: int, limit: float) -> list[int]:
                     break
                 if start in best:
                     value = best[start][0] + cost * cost
-                    if end not in found or (value, [*best[start][1], end]) < found[end]:
-                        found[end] = value, [*best[start][1], end]
-        best = found
+                    if end not in tried or (value, [*best[start][1], end]) < tried[end]:
+                        tried[end] = value, [*best[start][1], end]
+        best = tried
     return best[n][1]

@@ -98,8 +98,8 @@ class Cut:
     def used(self, model: nn.Module) -> list[list[nn.Parameter]]:
         """The parameters of each chunk."""
         modules = ([model.get_submodule(name) for name in names] for names in self.names)
-        found = ([p for m in chunk for p in m.parameters()] for chunk in modules)
-        return [list(dict.fromkeys(params)) for params in found]
+        params_of = ([p for m in chunk for p in m.parameters()] for chunk in modules)
+        return [list(dict.fromkeys(params)) for params in params_of]
 
     def starts(self, model: nn.Module) -> list[nn.Module]:
         """The first module of each chunk except the first: a new unit begins there."""
@@ -153,11 +153,11 @@ def cut_stages(
     values = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
     mesh.broadcast_(values, "pp")
     n_params = len(parameter_names(model))
-    mine = [schedule.stage_of(mesh.rank_in("pp"), c) for c in range(schedule.chunks)]
-    parts = tuple(range(ends[stage], ends[stage + 1]) for stage in mine)
+    stages = [schedule.stage_of(mesh.rank_in("pp"), c) for c in range(schedule.chunks)]
+    parts = tuple(range(ends[stage], ends[stage + 1]) for stage in stages)
     each = tuple(tuple(n for part in chunk for n in names[part]) for chunk in parts)
     kept = {n for chunk in each for n in chunk}
-    both = {0, n_stages - 1} <= set(mine)
+    both = {0, n_stages - 1} <= set(stages)
     tied = [] if both else [n for n in names[0] if n in names[-1] and n in kept]
     shared = [model.get_submodule(n) for n in tied]
     for n in {n for part in names for n in part} - kept:
@@ -167,14 +167,14 @@ def cut_stages(
 
 def _check_shared(model: nn.Module, names: list[tuple[str, ...]], ends: list[int]) -> None:
     """Refuse parameters of several stages, except those that the first and the last part name."""
-    found: dict[nn.Parameter, int] = {}
+    chunk_of: dict[nn.Parameter, int] = {}
     tables = {p for n in {*names[0]} & {*names[-1]} for p in model.get_submodule(n).parameters()}
     for stage, (start, stop) in enumerate(itertools.pairwise(ends)):
         for n in (n for part in names[start:stop] for n in part):
             for name, p in model.get_submodule(n).named_parameters(n):
-                if found.setdefault(p, stage) != stage and p not in tables:
+                if chunk_of.setdefault(p, stage) != stage and p not in tables:
                     raise ValueError(
-                        f"parallelize: '{name}' is on stages {found[p]} and {stage}, but only a "
+                        f"parallelize: '{name}' is on stages {chunk_of[p]} and {stage}, but only a "
                         "table may be shared, by the first and the last stage; keep its layers "
                         "together with pp_split, or drop pp"
                     )
@@ -182,13 +182,13 @@ def _check_shared(model: nn.Module, names: list[tuple[str, ...]], ends: list[int
 
 def _check_dtypes(model: nn.Module, names: list[tuple[str, ...]]) -> None:
     """Refuse parts whose first matrices differ in dtype: one stage would fail, others wait."""
-    found: dict[torch.dtype, str] = {}
+    first_of: dict[torch.dtype, str] = {}
     for part in names:
         named = (pair for n in part for pair in model.get_submodule(n).named_parameters(n))
         for name, p in itertools.islice((pair for pair in named if pair[1].dim() > 1), 1):
-            found.setdefault(p.dtype, name)
-    if len(found) > 1:
-        each = " and ".join(f"{name}={dtype}" for dtype, name in found.items())
+            first_of.setdefault(p.dtype, name)
+    if len(first_of) > 1:
+        each = " and ".join(f"{name}={dtype}" for dtype, name in first_of.items())
         raise ValueError(
             f"parallelize: pipeline stages differ in dtype: {each}; cast the whole model"
         )

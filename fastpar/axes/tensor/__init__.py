@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastpar.axes import Axis, Making
@@ -35,7 +35,7 @@ def tp_group(mesh: Mesh, make: Callable[[Any, str], Collectives]) -> Collectives
 
 def tp_sizes(workload: Workload, setup: Setup, per_node: int) -> list[int]:
     """Sizes whose ranks share a node: across nodes every layer would wait for the network."""
-    in_node = math.gcd(setup.world_size, min(setup.world_size, per_node)) // setup.cp
+    in_node = math.gcd(setup.world_size, min(setup.world_size, per_node)) // setup.mesh.cp
     return [tp for tp in divisors(in_node) if workload.shape.splits_by(tp)]
 
 
@@ -48,15 +48,15 @@ class TensorAxis(Axis):
 
     def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
         """The exchanges of functional.py and vocabulary.py."""
-        if setup.tp == 1 or setup.tp_grid is not None:
+        if setup.tp == 1 or setup.mesh.tp_grid is not None:
             return
         shape, t, n_micro = workload.shape, setup.tp, setup.grad_accum_steps
         n, width = setup.tokens_of_rank(workload), shape.n_embd
         whole = float(n * width * setup.weight_bytes)
-        layers = -(-shape.n_layer // setup.pp)
+        layers = -(-shape.n_layer // setup.mesh.pp)
         passes = n_micro * layers
-        forwards = 2 if setup.activation_checkpointing == "full" else 1
-        embeds, split = n_micro if setup.pp == 1 else 0, split_products(workload.shape)
+        forwards = 2 if setup.recompute.activation_checkpointing == "full" else 1
+        embeds, split = n_micro if setup.mesh.pp == 1 else 0, split_products(workload.shape)
         columns = sum(by_columns for _, by_columns in split)
         row_layers = len(split) - columns
 
@@ -72,18 +72,20 @@ class TensorAxis(Axis):
             yield comm("all_gather", columns * passes, "backward")
             yield comm("reduce_scatter", columns * passes, "backward")
             # Partial sums of parameters that tokens share: positions, norms, biases of row layers.
-            ends = last_parts(shape) + (first_parts(shape) if setup.pp == 1 else ())
+            ends = last_parts(shape) + (first_parts(shape) if setup.mesh.pp == 1 else ())
             partial = layers * count_elements(block_parts(shape), sizes, whole=True)
             partial += count_elements(ends, sizes, whole=True)
-            mine = float(partial * setup.grad_bytes) / setup.n_shards
-            yield comm("all_reduce", n_micro if setup.zero_stage == 0 else 1, "", mine)
+            grad_bytes = float(partial * setup.grad_bytes) / setup.n_shards
+            yield comm(
+                "all_reduce", n_micro if setup.parallel.zero_stage == 0 else 1, "", grad_bytes
+            )
         else:
             yield comm("all_reduce", row_layers * passes * forwards + embeds + n_micro)
             yield comm("all_reduce", columns * passes, "backward")
         for _, dims in parameters_of(block_parts(shape)) if copies > 1 else ():
             if "QKV" in dims:  # the model's [Note: shared keys]
                 shared = float(copies * math.prod(sizes[d] for d in dims) * setup.weight_bytes)
-                count = passes * (2 if setup.activation_checkpointing != "none" else 1)
+                count = passes * (2 if setup.recompute.activation_checkpointing != "none" else 1)
                 yield comm("all_gather", count, "", shared)._replace(ranks=copies)
                 yield comm("reduce_scatter", passes, "", shared)._replace(ranks=copies)
         rows = default_chunk_rows(n, width, vocabulary_rows(shape, t), setup.device_type)
@@ -112,13 +114,13 @@ class TensorAxis(Axis):
             tp.same_keys = TensorParallel(near, sequence_parallel=False)
         split_model(making, tp, planned)
 
-    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> dict[str, str]:
+    def header(self, setup: Setup, shape: GPTConfig) -> dict[str, str]:
         """Also the padding of heads, which cp shares if its ranks have different ones."""
-        tp, parts = known["tp"], known["cp"] if known["cp_method"] == "heads" else 1
+        tp, parts = setup.tp, 1 if setup.by_keys else setup.mesh.cp
         padded = tp * parts * -(-shape.heads_of_rank(tp) // parts)
         lines = {"model": f"heads padded to {padded}"} if padded > shape.n_head else {}
-        if tp > 1 and known["tp_grid"] is None:
-            kind = "sequence parallel" if known["sequence_parallel"] else "no sequence parallelism"
+        if tp > 1 and setup.mesh.tp_grid is None:
+            kind = "sequence parallel" if setup.sequence_parallel else "no sequence parallelism"
             lines["ranks"] = f"tp {tp} ({kind})"
         return lines
 
@@ -139,9 +141,9 @@ class TensorAxis(Axis):
         )
 
     def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
-        sizes = tp_sizes(workload, setup, per_node) if setup.tp_grid is None else [1]
+        sizes = tp_sizes(workload, setup, per_node) if setup.mesh.tp_grid is None else [1]
         for tp in sizes:
-            if setup.world_size // setup.pp % tp == 0:
+            if setup.world_size // setup.mesh.pp % tp == 0:
                 shared = None if workload.seq_len % tp == 0 else False
                 yield setup.change(tp=tp, sequence_parallel=shared)
 
@@ -149,7 +151,7 @@ class TensorAxis(Axis):
         return (setup.tp,)
 
     def text(self, setup: Setup) -> str:
-        return f"tp {setup.tp}" * (setup.tp > 1 and setup.tp_grid is None)
+        return f"tp {setup.tp}" * (setup.tp > 1 and setup.mesh.tp_grid is None)
 
 
 AXIS = TensorAxis()

@@ -165,15 +165,15 @@ def find_states(model: nn.Module, tp: TensorParallel) -> dict[nn.Parameter, Stat
         method = tp_method(module)
         if method is not None:
             declared.update(method(tp))
-        own = dict(module.named_parameters(remove_duplicate=False)) if declared else {}
+        params = dict(module.named_parameters(remove_duplicate=False)) if declared else {}
         for name, state in declared.items():
             where = f"{prefix}.{name}" if prefix else name
-            if name not in own:
+            if name not in params:
                 raise ValueError(
                     f"parallelize: {type(module).__name__} declares a state for '{where}', which "
                     "is not a parameter; correct its tensor_parallel or tp_states"
                 )
-            add_state(states, own[name], state, where)
+            add_state(states, params[name], state, where)
     return states
 
 

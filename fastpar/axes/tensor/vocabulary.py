@@ -126,12 +126,12 @@ def _loss_fwd(
     return reduce_losses(losses, count, reduction), dx, dweight, factor
 
 
-def _join(mine: tuple[Tensor, Tensor, Tensor], tp: TensorParallel) -> tuple[Tensor, Tensor]:
+def _join(sums: tuple[Tensor, Tensor, Tensor], tp: TensorParallel) -> tuple[Tensor, Tensor]:
     """(logsumexp [N], target's logit [N]) of the whole rows, from every rank's three numbers.
 
     One exchange instead of a maximum and two sums, as latency dominates here.
     """
-    top, total, target_logit = tp.all_gather(torch.stack(mine)[None], 0).unbind(1)  # [tp, N] each
+    top, total, target_logit = tp.all_gather(torch.stack(sums)[None], 0).unbind(1)  # [tp, N] each
     highest = top.amax(0)
     total = (total * (top - highest).exp()).sum(0)
     return total.log() + highest, target_logit.sum(0)
