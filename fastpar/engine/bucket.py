@@ -280,7 +280,7 @@ class Storage:
     def norm_bins(self, params: Iterable[Tensor]) -> Tensor | None:
         """The norm bins of these gradients on this rank; None: the caller computes them."""
 
-    def step(self, optimizer: Any, rows: list[Any], factor: Any, found: Any) -> list[Any]:
+    def step(self, optimizer: Any, rows: list[Any], factor: Any, found_inf: Any) -> list[Any]:
         """Begin the step of the rows that lie elsewhere; returns the other rows."""
         return rows
 

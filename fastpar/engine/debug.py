@@ -249,14 +249,14 @@ def check_replicas(
     mine = torch.cat(
         [torch.tensor(said, device=mesh.device, dtype=torch.int64), torch.stack(totals)[:, None]], 1
     )
-    found: list[tuple[int, Difference]] = []
+    differing: list[tuple[int, Difference]] = []
     rows = group.gathered(mine).tolist()  # [ranks, classes, 3]
     for i in range(_CLASSES):
-        found += [(i, each) for each in differences([(row[i][1], row[i][2]) for row in rows])]
-    if not found:
+        differing += [(i, each) for each in differences([(row[i][1], row[i][2]) for row in rows])]
+    if not differing:
         return
     # All ranks know the difference now and choose the same class.
-    i, difference = min(found, key=lambda each: (not each[1].is_clear, each[0]))
+    i, difference = min(differing, key=lambda each: (not each[1].is_clear, each[0]))
     most = max(row[i][0] for row in rows)
     parts = group.gathered(torch.stack([*sums[i], *[zero] * (most - len(sums[i]))]))
     ranks = [rank for each in difference.groups for rank in each]
@@ -266,15 +266,15 @@ def check_replicas(
 
 def differences(everyone: Sequence[tuple[int, int]]) -> list[Difference]:
     """Where (key, sum) of the ranks differ: equal keys must have equal sums."""
-    found = []
+    unlike = []
     for key in dict.fromkeys(key for key, _ in everyone):
         groups: dict[int, list[int]] = {}
         for rank, (theirs, total) in enumerate(everyone):
             if theirs == key:
                 groups.setdefault(total, []).append(rank)
         if len(groups) > 1:
-            found.append(Difference(sorted(groups.values(), key=len, reverse=True)))
-    return found
+            unlike.append(Difference(sorted(groups.values(), key=len, reverse=True)))
+    return unlike
 
 
 def _held(shards: Shards, optimizer: Any) -> Iterator[Held]:

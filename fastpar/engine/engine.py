@@ -544,12 +544,12 @@ class Engine:
         Stage 0: of parameters with a gradient on this rank; other stages: of all.
         """
         self.reduce_rest()
-        shards, found, slots = self.shards, [], self.shards.layout.slots
+        shards, grads, slots = self.shards, [], self.shards.layout.slots
         for i in sorted(range(len(slots)), key=lambda i: slots[i].registered):
             p = shards.params[i]
             if (grad := shards.piece(p).grad) is not None:
-                found.append((p, shards.full(grad, p) if shards.shares else grad))
-        return found
+                grads.append((p, shards.full(grad, p) if shards.shares else grad))
+        return grads
 
     # Reports and checks
 

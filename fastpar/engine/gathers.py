@@ -587,7 +587,7 @@ def find_units(
                 f"parallelize: units contains a {type(module).__name__} inside another unit; "
                 "leave the inner ones out"
             )
-    found: list[list[nn.Module]] = [[model]]
+    merged: list[list[nn.Module]] = [[model]]
     free = 0.0
     for module in sorted(candidates, key=lambda m: inside[id(m)]):
         if id(module) in parts:
@@ -596,24 +596,24 @@ def find_units(
         if not size:
             continue
         if size <= free and module not in starts:
-            found[-1].append(module)
+            merged[-1].append(module)
             free -= size
         else:
-            found.append([module])
+            merged.append([module])
             free = merge_bytes - size
-    return found
+    return merged
 
 
 def _elements(module: nn.Module) -> list[nn.Module]:
-    found = []
+    elements = []
     for child in module.children():
         listed = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         # Cells run once per time step, perhaps more often on one rank than on another.
         if listed and not isinstance(child, nn.ModuleList | nn.ModuleDict | nn.RNNCellBase):
-            found.append(child)
+            elements.append(child)
         else:
-            found.extend(_elements(child))
-    return found
+            elements.extend(_elements(child))
+    return elements
 
 
 def unit_of_parameters(units: list[list[nn.Module]]) -> dict[nn.Parameter, int]:
@@ -628,4 +628,6 @@ def unit_of_parameters(units: list[list[nn.Module]]) -> dict[nn.Parameter, int]:
         for p in part._parameters.values():
             if p is not None:
                 units_of.setdefault(p, set()).add(index)
-    return {p: next(iter(found)) if len(found) == 1 else ROOT for p, found in units_of.items()}
+    return {
+        p: next(iter(indices)) if len(indices) == 1 else ROOT for p, indices in units_of.items()
+    }

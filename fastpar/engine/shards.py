@@ -292,12 +292,12 @@ class Shards:
 
     def by_bucket(self, params: Iterable[Tensor]) -> dict[BucketState, set[int]]:
         """Positions in buckets of the parameters that are in one."""
-        found: dict[BucketState, set[int]] = {}
+        places: dict[BucketState, set[int]] = {}
         for p in params:
             if (at := self.places.get(p)) is not None:  # type: ignore[call-overload]
                 bucket, position = at
-                found.setdefault(bucket, set()).add(position)
-        return found
+                places.setdefault(bucket, set()).add(position)
+        return places
 
     def piece(self, p: Tensor) -> Piece:
         """This rank's piece of a parameter, and of its gradient."""
@@ -315,11 +315,11 @@ class Shards:
 
     def pieces(self) -> dict[Tensor, Piece]:
         """piece() of all."""
-        found: dict[Tensor, Piece] = {}
+        pieces: dict[Tensor, Piece] = {}
         for bucket in self.buckets:
             bucket.storage.await_weights(bucket)
-            found.update(zip(bucket.params, bucket.all_pieces()))
-        return found
+            pieces.update(zip(bucket.params, bucket.all_pieces()))
+        return pieces
 
     def _reduced(self, params: Iterable[Tensor]) -> list[Tensor]:
         """This rank's pieces of reduced gradients."""

@@ -103,8 +103,8 @@ def recompute(
         raise ValueError(
             f"recompute: expected every >= 1, got every={every}; use 1 for every block"
         )
-    found = list(dict.fromkeys(_find_blocks(model, blocks)))
-    if not found:
+    chosen = list(dict.fromkeys(_find_blocks(model, blocks)))
+    if not chosen:
         raise ValueError(
             f"recompute: expected a model with blocks, got model={type(model).__name__} without "
             f"{'an nn.ModuleList' if blocks is None else 'any module of that class'}; pass blocks="
@@ -117,7 +117,7 @@ def recompute(
                 module.forward = old.inner
     keeper = None if offload is None else HostActivations(offload)
     if mode != "none":
-        for block in found[::every]:
+        for block in chosen[::every]:
             block.forward = Recomputed(block, mode, keeper)
     return model
 

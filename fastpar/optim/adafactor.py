@@ -129,8 +129,10 @@ class Adafactor(EngineOptimizer):
 
     # The step
 
-    def _update(self, rows: Rows | list[Row], factor: Tensor | None, found: Tensor | None) -> None:
-        if found is not None and found.item():
+    def _update(
+        self, rows: Rows | list[Row], factor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        if found_inf is not None and found_inf.item():
             return
         for i, group in enumerate(self.param_groups):
             pairs = [(row.param, row.grad) for row in rows if row.group == i]

@@ -236,14 +236,16 @@ class AdamW(EngineOptimizer):
                     "the capture"
                 )
 
-    def _update(self, rows: Rows | list[Row], factor: Tensor | None, found: Tensor | None) -> None:
+    def _update(
+        self, rows: Rows | list[Row], factor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
         rows = Rows.of(rows)
-        if self._step_as_planned(rows, factor, found):
+        if self._step_as_planned(rows, factor, found_inf):
             return
         batches = self._batches(rows)
         for device, batch in batches:
-            factor, found = (t if t is None else t.to(device) for t in (factor, found))
-            self._call(batch, device, factor, found)()
+            factor, found_inf = (t if t is None else t.to(device) for t in (factor, found_inf))
+            self._call(batch, device, factor, found_inf)()
         self._plan = self._planned(rows) if len(batches) == 1 else None
 
     def _planned(self, rows: Rows) -> _Plan | None:
@@ -268,7 +270,7 @@ class AdamW(EngineOptimizer):
         groups = [self.param_groups[i] for i in used]
         return [(g["maximize"], g["amsgrad"], g["capturable"]) for g in groups]
 
-    def _step_as_planned(self, rows: Rows, factor: Tensor | None, found: Tensor | None) -> bool:
+    def _step_as_planned(self, rows: Rows, factor: Tensor | None, found_inf: Tensor | None) -> bool:
         """Make a step like the last one: of the same parameters and states, with other gradients.
         False, and nothing was done: something has changed, or this is no step for the kernel."""
         plan = self._plan
@@ -281,8 +283,8 @@ class AdamW(EngineOptimizer):
         ):
             return False
         device = rows.pieces[0].device
-        on_other = [t.device != device for t in (factor, found) if t is not None]
-        if any(on_other) or (found is not None and device.type != "cpu"):
+        on_other = [t.device != device for t in (factor, found_inf) if t is not None]
+        if any(on_other) or (found_inf is not None and device.type != "cpu"):
             return False
         hypers: list[Hyper] = []
         for i in plan.used:
@@ -298,7 +300,7 @@ class AdamW(EngineOptimizer):
             return False
         lists[:2] = [*rows.pieces], [*rows.grads]
         seed = self.seed if self.storage.random else None
-        how = factor, found, plan.kinds[0][0], self.zero_grad_in_step, seed
+        how = factor, found_inf, plan.kinds[0][0], self.zero_grad_in_step, seed
         return step_counted(lists, steps, hypers, plan.hyper_index, plan.firsts, *how)
 
     def prepare(self, rows: list[Row], factor: Tensor | None) -> list[Callable[[], object]]:
@@ -318,20 +320,20 @@ class AdamW(EngineOptimizer):
         return [(device, batch) for (device, _, _), batch in batches.items()]
 
     def _call(
-        self, rows: list[Row], device: torch.device, factor: Tensor | None, found: Tensor | None
+        self, rows: list[Row], device: torch.device, factor: Tensor | None, found_inf: Tensor | None
     ) -> Callable[[], object]:
         """The kernel call that steps rows with one device, maximize and amsgrad."""
         options, storage = self.param_groups[rows[0].group], self.storage
         amsgrad, eight_bit = options["amsgrad"], storage.moment_dtype == torch.uint8
         # Groups whose counters the kernel reads: see "Step counters" above.
-        skipping_on_gpu = found is not None and device.type != "cpu"
+        skipping_on_gpu = found_inf is not None and device.type != "cpu"
         on_device = [g["capturable"] or skipping_on_gpu for g in self.param_groups]
         dtypes = {row.piece.dtype for row in rows}
         kept: dict[torch.dtype, Any] = {d: master_entry(d, self.master_weights) for d in dtypes}
         states = [self._state(r, on_device[r.group], kept[r.piece.dtype]) for r in rows]
         counted = [s["step"] for row, s in zip(rows, states) if on_device[row.group]]
         if counted:
-            _count(counted, 1.0 if found is None else 1.0 - found.ne(0).float())
+            _count(counted, 1.0 if found_inf is None else 1.0 - found_inf.ne(0).float())
         numbered = [s["step"] for row, s in zip(rows, states) if not on_device[row.group]]
         owned = [(row, s) for row, s in zip(rows, states) if row.grad.numel()]
         call: Callable[[], object] = tuple
@@ -352,7 +354,7 @@ class AdamW(EngineOptimizer):
                 exp_avg_scales=[s["exp_avg_scale"] for s in states] if eight_bit else None,
                 exp_avg_sq_scales=[s["exp_avg_sq_scale"] for s in states] if eight_bit else None,
                 grad_scale=factor,
-                found_inf=found,
+                found_inf=found_inf,
                 maximize=options["maximize"],
                 zero_grad=self.zero_grad_in_step,
                 stochastic_rounding_seed=self.seed if storage.random else None,
@@ -361,7 +363,7 @@ class AdamW(EngineOptimizer):
 
         def step() -> None:
             call()
-            if numbered and (found is None or not found.item()):
+            if numbered and (found_inf is None or not found_inf.item()):
                 _count(numbered)
 
         return step
@@ -443,8 +445,8 @@ class AdamW(EngineOptimizer):
         """The whole shape of every entry that a parameter's state may have."""
         shape = whole_shape(p)
         scales = torch.Size([-(-shape.numel() // MOMENT_BLOCK)])
-        found = {name: scales if name.endswith("_scale") else shape for name in ENTRIES}
-        return {"step": torch.Size(), **found}
+        shapes = {name: scales if name.endswith("_scale") else shape for name in ENTRIES}
+        return {"step": torch.Size(), **shapes}
 
     def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:
         moments = moment_names(group["amsgrad"])
@@ -453,10 +455,10 @@ class AdamW(EngineOptimizer):
     def _convert_moments(
         self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, copy: bool
     ) -> dict[str, Any]:
-        found = {k: v for k, v in saved.items() if k not in ("step", *ENTRIES)}  # unknown entries
+        entries = {k: v for k, v in saved.items() if k not in ("step", *ENTRIES)}  # unknown entries
         for name in moment_names(group["amsgrad"]):
-            found.update(self.storage.convert_moment(saved, name, p, copy=copy))
-        return found
+            entries.update(self.storage.convert_moment(saved, name, p, copy=copy))
+        return entries
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._plan = None  # it would keep the old state alive

@@ -381,10 +381,10 @@ class EngineOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_capture()
-        engines, rows, factor, found = self.begin_step()
+        engines, rows, factor, found_inf = self.begin_step()
         for engine in engines:
-            rows = engine.shards.storage.step(self, rows, factor, found)
-        self._update(rows, factor, found)
+            rows = engine.shards.storage.step(self, rows, factor, found_inf)
+        self._update(rows, factor, found_inf)
         for engine in engines:
             engine.after_step()
         return loss
@@ -397,8 +397,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         For captured graphs: does not call engines. Sets grad_norm.
         """
         engines = list({id(row.engine): row.engine for row in rows if row.engine}.values())
-        factor, found = self._factor(Rows.of(rows), [], engines)
-        self._update(rows, factor, found)
+        factor, found_inf = self._factor(Rows.of(rows), [], engines)
+        self._update(rows, factor, found_inf)
 
     def begin_step(self) -> tuple[list[Engine], Rows, Tensor | None, Tensor | None]:
         """Finish the engines' reductions and agree with the other ranks on this step.
@@ -450,8 +450,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             without = engine.without_grad()
             if without:
                 rows = Rows.of(row for row in rows if row.param not in without)
-        factor, found = self._factor(rows, [b for b in bins if b is not None], engines)
-        return engines, rows, factor, found
+        factor, found_inf = self._factor(rows, [b for b in bins if b is not None], engines)
+        return engines, rows, factor, found_inf
 
     def _check_age(self) -> None:
         alone: set[Tensor] = self.__dict__.get("_alone", set())
@@ -740,8 +740,10 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _check_capture(self) -> None:
         """Refuse a step that a CUDA graph cannot capture."""
 
-    def _update(self, rows: Rows | list[Row], factor: Tensor | None, found: Tensor | None) -> None:
-        """Update the rows; gradients are multiplied by factor, nothing changes under found."""
+    def _update(
+        self, rows: Rows | list[Row], factor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """Update the rows; gradients are multiplied by factor, nothing changes under found_inf."""
         raise NotImplementedError
 
     def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:

@@ -87,11 +87,11 @@ class HookCheck:
 
     def refuse(self) -> None:
         """Raise ValueError if there is a hook that is not the engine's."""
-        found = sum(map(len, self._of_modules))  # modules keep their dicts; tensors replace them
-        found += sum(
+        n_hooks = sum(map(len, self._of_modules))  # modules keep their dicts; tensors replace them
+        n_hooks += sum(
             len(getattr(p, name, None) or ()) for p in self._params for name in _OF_TENSORS
         )
-        if found == self._known:
+        if n_hooks == self._known:
             return
         mine = (self._engine, self._engine.gathers)
         for name, owner in (*self._model.named_modules(), *self._model.named_parameters()):
@@ -101,7 +101,7 @@ class HookCheck:
                         f"StepGraph: expected no hooks, got one of '{name or type(owner).__name__}'"
                         ", which a replay would not call; remove it, or train without CUDA graphs"
                     )
-        self._known = found
+        self._known = n_hooks
 
 
 def place_of(x: Tensor | float, device: torch.device) -> Tensor:
@@ -604,10 +604,10 @@ class CaptureCheck(TorchDispatchMode):
                 out = func._op_dk(key, *args, **kwargs)
         else:
             out = func(*args, **kwargs)
-        found = [x for x in tree_iter(out) if isinstance(x, Tensor)]
-        if len({_device(x) for x in (*given, *found)}) > 1:
+        made = [x for x in tree_iter(out) if isinstance(x, Tensor)]
+        if len({_device(x) for x in (*given, *made)}) > 1:
             raise _error(f"host and device exchange values: {name} at {_line()}")
-        for x in found:
+        for x in made:
             key = x.untyped_storage()._cdata
             if key not in keys | self._static.keys() and _device(x) == self._device:
                 self._made[key] = StorageWeakRef(x.untyped_storage()), f"{name} at {_line()}"

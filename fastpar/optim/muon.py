@@ -398,11 +398,13 @@ class Muon(AdamW):
 
     steps_on_host = False
 
-    def _update(self, rows: Rows | list[Row], factor: Tensor | None, found: Tensor | None) -> None:
+    def _update(
+        self, rows: Rows | list[Row], factor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
         groups = self.param_groups
-        super()._update([row for row in rows if groups[row.group]["adamw"]], factor, found)
+        super()._update([row for row in rows if groups[row.group]["adamw"]], factor, found_inf)
         mine = [row for row in rows if not groups[row.group]["adamw"]]
-        if not mine or (found is not None and found.item()):
+        if not mine or (found_inf is not None and found_inf.item()):
             return
         together: dict[tuple[Engine | None, torch.dtype, str], list[Row]] = {}
         for row in mine:

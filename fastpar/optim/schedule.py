@@ -266,10 +266,10 @@ def _write_pieces(optimizer: torch.optim.Optimizer, values: dict[Tensor, Tensor]
 
     Memory: one whole parameter.
     """
-    found = {p: engine_of_parameter(p) for p in values}
-    for engine in {id(e): e for e in found.values() if e is not None}.values():
+    owners = {p: engine_of_parameter(p) for p in values}
+    for engine in {id(e): e for e in owners.values() if e is not None}.values():
         engine.shards.begin_writes()
-    for p, of in found.items():
+    for p, of in owners.items():
         if of is None:
             p.copy_(values[p])
             continue

@@ -233,11 +233,11 @@ class Sharded(EngineOptimizer):
         options = {k: v for k, v in _options(group).items() if not k.endswith("lr")}
         key = repr((options, sorted(kinds, key=repr), _shares(_engines(group["params"]))))
         if key not in self._trials:
-            found = Trial(set(), [])
+            trial = Trial(set(), [])
             for kind, dtype in sorted(kinds, key=repr):
                 device = torch.device("cpu") if kind == "meta" else kinds[kind, dtype]
-                found = self._try(group, device, dtype)
-            self._trials[key] = found
+                trial = self._try(group, device, dtype)
+            self._trials[key] = trial
         return self._trials[key]
 
     def _try(self, group: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Trial:
@@ -313,8 +313,10 @@ class Sharded(EngineOptimizer):
 
     # The step
 
-    def _update(self, rows: Rows | list[Row], factor: Tensor | None, found: Tensor | None) -> None:
-        if found is not None and found.item():
+    def _update(
+        self, rows: Rows | list[Row], factor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        if found_inf is not None and found_inf.item():
             return
         self._push()
         pieces = [x for _, x in self._pairs()]
@@ -468,15 +470,15 @@ class Sharded(EngineOptimizer):
     def _convert_moments(
         self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, copy: bool
     ) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for name in self._entries.keys() & saved.keys():
             value, entry = saved[name], self._entries[name]
             if value is None:
-                found[name] = None
+                entries[name] = None
                 continue
             if entry.kind is not Tensor:
                 plain = value.item() if isinstance(value, Tensor) else copy_module.deepcopy(value)
-                found[name] = entry.kind(plain)
+                entries[name] = entry.kind(plain)
                 continue
             device = p.device if entry.on_device else torch.device("cpu")
             dtype = entry.dtype or self._stepped_dtype(p)
@@ -484,10 +486,10 @@ class Sharded(EngineOptimizer):
                 value = torch.tensor(value, dtype=dtype, device="cpu")
             if entry.like:
                 like = torch.empty_like(p, dtype=dtype, device=device, requires_grad=False)
-                found[name] = like.copy_(value)
+                entries[name] = like.copy_(value)
             else:
-                found[name] = value.to(device, dtype, copy=copy).reshape(entry.shape)
-        return found
+                entries[name] = value.to(device, dtype, copy=copy).reshape(entry.shape)
+        return entries
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
@@ -502,8 +504,8 @@ def _copy_rest(source: Any, target: Any) -> None:
 
 
 def _engines(params: Iterable[Tensor]) -> list[Any]:
-    found = map(engine_of_parameter, params)
-    return list({id(e): e for e in found if e is not None}.values())
+    engines = map(engine_of_parameter, params)
+    return list({id(e): e for e in engines if e is not None}.values())
 
 
 def _shares(engines: list[Any]) -> bool:

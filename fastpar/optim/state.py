@@ -179,9 +179,9 @@ def load_step(saved: Any) -> Tensor:
 
 def kept_entries(saved: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
     """Copies of saved entries that need no conversion: counts, and entries in OF_WEIGHTS."""
-    found = {name: load_step(saved[name]) for name in COUNTS if name in saved}
+    counts = {name: load_step(saved[name]) for name in COUNTS if name in saved}
     wide = torch.promote_types(p.dtype, torch.float32)
-    return found | {name: _like(saved[name], p, wide) for name in OF_WEIGHTS if name in saved}
+    return counts | {name: _like(saved[name], p, wide) for name in OF_WEIGHTS if name in saved}
 
 
 def moment_names(amsgrad: bool) -> tuple[str, ...]:
