@@ -442,7 +442,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         for engine in engines:
             engine.before_step(self)
         n = len(params)
-        pieces, starts = params, [0] * n
+        pieces: Sequence[Tensor] = params
+        grads: Sequence[Any]
+        starts: Sequence[int] = [0] * n
         if all(e.shards.are_stepped_in_place() for e in engines):
             grads = [p.grad for p in params]
         elif len(engines) == 1 and None not in owners:
