@@ -22,6 +22,7 @@ copy has no engine.
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -440,6 +441,8 @@ class Marks:
         cleared, zeroed = set(), []
         with torch._C.DisableTorchFunctionSubclass():
             grads = [self._params[position].grad for position in self._marks]
+        if all(map(operator.is_, grads, self._marks.values())) and not self.hidden:
+            return cleared, zeroed
         for (position, mark), grad in zip(self._marks.items(), grads):
             if grad is None or (self._params[position] is fired and grad is not mark):
                 cleared.add(position)
