@@ -481,7 +481,7 @@ def test_a_step_may_tell_the_library_who_serves(monkeypatch):
     [
         (activation_triton, "activation_fwd"),
         (activation_triton, "activation_bwd"),
-        (base, "global_norm"),
+        (base, "norm_of_rows"),
         (optim, "adamw_step_"),
         (optim, "_count"),
         (None, "torch's AdamW"),
