@@ -466,13 +466,13 @@ def test_a_whole_step_can_be_captured(monkeypatch, dtype, scale, options):
 
 def test_a_step_may_tell_the_library_who_serves(monkeypatch):
     _, third = after_two_steps(monkeypatch)
-    norm = base.global_norm
+    norm = base.norm_of_rows
 
     def tells(*args, **kwargs):
         choice.forget_recipes()
         return norm(*args, **kwargs)
 
-    monkeypatch.setattr(base, "global_norm", tells)
+    monkeypatch.setattr(base, "norm_of_rows", tells)
     third()
 
 
