@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastpar.comm.ranks import GRACE_S, Rank, RankFailed, Ranks, culprit, late
+from fastpar.comm.ranks import GRACE_S, START_S, Rank, RankFailed, Ranks, culprit, late
 from fastpar.kernels.cases import measure_errors
 
 
@@ -44,7 +44,7 @@ def run_ranks(
             module) and so must args and results (tensors travel by value).
         backend: "threads" (one process, torch's threaded group, no send/recv) | "gloo" (one
             process per rank).
-        timeout_s: for the whole call; also the process group's timeout.
+        timeout_s: for the calls, after processes have started; also the process group's timeout.
         init: False does not initialize torch.distributed; torchrun's environment is set anyway
             ("gloo" only).
         return_exceptions: put a failed rank's exception into the list instead of raising it.
@@ -69,9 +69,11 @@ def run_ranks(
         answers, failures = _in_threads(fn, world_size, args, timeout_s)
     else:
         with Ranks(world_size, fork=True) as ranks:
-            answers, failures = ranks.outcomes(
-                _in_group, fn, args, timeout_s if init else None, timeout_s=timeout_s
-            )
+            answers, failures = ranks.outcomes(_import, fn, timeout_s=START_S)
+            if not failures:
+                answers, failures = ranks.outcomes(
+                    _in_group, fn, args, timeout_s if init else None, timeout_s=timeout_s
+                )
     # A rank without an exception died, or did not return in time.
     late_text = "a collective was skipped somewhere, or timeout_s is too short"
     errors: dict[int, BaseException] = {
@@ -82,6 +84,10 @@ def run_ranks(
         first = culprit(failures)
         raise errors[first.rank] from RuntimeError(f"rank {first.rank} failed:\n{first.trace}")
     return [errors[rank] if rank in errors else answers[rank] for rank in range(world_size)]
+
+
+def _import(rank: Rank, fn: Callable[..., Any]) -> None:
+    """A process has imported fn's module, which takes long on a busy machine."""
 
 
 def _in_group(rank: Rank, fn: Callable[..., Any], args: tuple, timeout_s: float | None) -> Any:

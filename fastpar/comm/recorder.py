@@ -469,7 +469,7 @@ def _gone(error: str) -> str | None:
     """
     if match := re.search(r"(rank \d+) closed its group|the process of (rank \d+) ended", error):
         return match[1] or match[2]
-    if "closed by peer" not in error and "reset by peer" not in error:
+    if not any(words in error for words in ("closed by peer", "reset by peer", "Broken pipe")):
         return None
     of_two = re.search(r"failed on rank ([01]) of 2 ", error)
     return "another rank" if of_two is None else f"rank {1 - int(of_two[1])}"

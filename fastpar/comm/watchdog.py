@@ -194,7 +194,7 @@ class Watchdog:
         self._beat_s = min(_BEAT_S, timeout_s / 8)
         self._store: Any = _own_connection(store, start) if world_size > 1 else None
         self._seen: dict[int, tuple[dict[str, Any], float]] = {}  # newest heartbeat, its arrival
-        self._since: float | None = None  # start of the present look at the others
+        self._since: float | None = None  # the first states of the present look have arrived
         self._answered = time.monotonic()  # last answer of the store
         self._n_beats, self._waited, self._wait = 0, 0.0, None  # seconds of the wait, and its key
         self._own_verdict: dict[str, Any] | None = None
@@ -264,7 +264,7 @@ class Watchdog:
     def _look(self) -> None:
         """Read the states of the other ranks, and the verdict if there is one."""
         if self._since is None:
-            self._seen, self._since = {}, time.monotonic()
+            self._seen = {}
         there = [
             rank
             for rank in self._others
@@ -274,6 +274,8 @@ class Watchdog:
         for rank, beat in zip(there, map(json.loads, raw)):
             if rank not in self._seen or self._seen[rank][0]["beat"] != beat["beat"]:
                 self._seen[rank] = (beat, time.monotonic())
+        if self._since is None:  # not before: a slow store would make a stopped rank look alive
+            self._since = time.monotonic()
         if self._own_verdict is not None:  # the first one counts
             text = self._store.compare_set("verdict", "", json.dumps(self._own_verdict))
             self._verdict = json.loads(text)

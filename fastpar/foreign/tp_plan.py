@@ -245,6 +245,8 @@ class Planned:
                     f"parallelize: expected groups for the fused projection '{name}', got "
                     "Column(), which would mix queries, keys and values; write Column(groups=3)"
                 )
+            if isinstance(style, Column):
+                self._check_heads(name, style, tp)
         self._check_dropout(tp)
 
     def convert(self, tp: TensorParallel) -> None:
@@ -330,6 +332,22 @@ class Planned:
                         "parallelize: expected tp_plan to name every use of a split parameter, got "
                         f"'{name}', which is tied to one; name '{prefix}' too, as Head() or Vocab()"
                     )
+
+    def _check_heads(self, name: str, style: Column, tp: TensorParallel) -> None:
+        """Refuses to cut the heads of attention that takes them from its input's features."""
+        layer, above = self.model.get_submodule(name), name.rpartition(".")[0]
+        divide = self.modules.get(above)
+        size = getattr(self.model.get_submodule(above), "head_dim", None)
+        features = getattr(layer, "out_features", getattr(layer, "nf", None))
+        pads = isinstance(divide, Divide) and divide.heads is not None
+        if pads or not size or not isinstance(size, int) or not isinstance(features, int):
+            return
+        heads, rest = divmod(features, style.groups * size)
+        if rest == 0 and heads % tp.size:
+            raise ValueError(
+                f"parallelize: expected tp to divide the heads of '{name}', got tp={tp.size} "
+                f"heads={heads}; choose another tp"
+            )
 
     def _check_dropout(self, tp: TensorParallel) -> None:
         regions = [region for region, _ in self._regions()]

@@ -74,12 +74,14 @@ _SIZES = {
     "vocab_size": "vocab_size", "rms_norm_eps": "layer_norm_eps",
 }  # fmt: skip
 _FREE = {  # others that are read, or do not change the function
-    "architectures", "attention_dropout", "bos_token_id", "cache_implementation", "dtype",
-    "eos_token_id", "final_logit_softcapping", "head_dim", "initializer_range", "layer_types",
+    "architectures", "bos_token_id", "cache_implementation", "dtype", "eos_token_id",
+    "final_logit_softcapping", "head_dim", "initializer_range", "layer_types",
     "max_window_layers", "model_type", "num_key_value_heads", "pad_token_id", "rope_parameters",
     "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings", "torch_dtype",
     "transformers_version", "use_cache",
 }  # fmt: skip
+# Dropout rates. The last two are GPT-2's, which transformers keeps here, but does not apply.
+_RATES = ("attention_dropout", "embd_pdrop", "resid_pdrop")
 
 
 def _unsupported(source: str, name: str, got: object, expected: str) -> ValueError:
@@ -94,7 +96,8 @@ def config_of(raw: Mapping[str, Any], source: str, dropout: float | None) -> GPT
 
     Args:
         source: the file, for messages.
-        dropout: replaces attention_dropout, which must be 0 otherwise.
+        dropout: replaces the config's three rates, which must be equal otherwise; a missing one
+            is 0.
     Raises:
         ValueError: a field that changes the function and is not supported; a missing number.
     """
@@ -103,7 +106,7 @@ def config_of(raw: Mapping[str, Any], source: str, dropout: float | None) -> GPT
         if name in family.fields:
             if value not in (family.fields[name], None):
                 raise _unsupported(source, name, value, f"{name}={family.fields[name]}")
-        elif name not in _SIZES and name not in _FREE and value not in (None, False):
+        elif name not in (*_SIZES, *_FREE, *_RATES) and value not in (None, False):
             raise _unsupported(source, name, value, f"no field {name}")
     windows = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
     if windows:
@@ -112,9 +115,15 @@ def config_of(raw: Mapping[str, Any], source: str, dropout: float | None) -> GPT
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", None) or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise _unsupported(source, "rope_parameters", rope, "rope_type=default of whole heads")
-    rate = raw.get("attention_dropout") or 0.0
-    if dropout is None and rate:
-        raise _unsupported(source, "attention_dropout", rate, "attention_dropout=0 (or dropout=)")
+    rates = {name: raw.get(name) or 0.0 for name in _RATES}
+    if dropout is None:
+        dropout = rates["attention_dropout"]
+        if any(rate != dropout for rate in rates.values()):
+            got = ", ".join(f"{name}={rate}" for name, rate in rates.items())
+            raise ValueError(
+                f"load_hf: expected one dropout rate, got {got} in {source}; choose one with "
+                "dropout="
+            )
     given: dict[str, Any] = {ours: raw.get(theirs) for theirs, ours in _SIZES.items()}
     given |= {"rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10000.0))}
     given |= {"n_kv_head": raw.get("num_key_value_heads") or given["n_head"]}
@@ -134,7 +143,7 @@ def config_of(raw: Mapping[str, Any], source: str, dropout: float | None) -> GPT
         head_dim=None if plain else head_dim,
         tied=bool(raw.get("tie_word_embeddings", False)),
         logit_softcap=raw.get("final_logit_softcapping") or 0.0,
-        dropout=dropout or 0.0,
+        dropout=dropout,
     )
 
 
@@ -165,7 +174,7 @@ def config_json(
         "head_dim": config.head_size,
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "attention_dropout": config.dropout,
+        **dict.fromkeys(_RATES if config.dropout else _RATES[:1], config.dropout),
         "tie_word_embeddings": config.tied,
         **({"final_logit_softcapping": config.logit_softcap} if name == "nanochat" else {}),
         **family.fields,

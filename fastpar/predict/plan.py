@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from fastpar.axes import every, layout_text, number_text, size_text
 from fastpar.axes.step import Setup, Workload
-from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
+from fastpar.data.tokenizer import name_for
 from fastpar.files.plain_files import write_text
 from fastpar.predict.folder import is_folder, make_fits
 from fastpar.predict.machine import (
@@ -76,7 +76,7 @@ class PlanCommand(ModelSize):
     expert_hidden: int | None = None
     """Width of an expert, instead of 4 * n-embd."""
     vocab_size: int | None = None
-    """Tokens in the vocabulary; unset: 50257, on a CPU 4096. Below 256: characters."""
+    """Tokens in the vocabulary; unset: the preset's, on a CPU 4096. Below 256: characters."""
     batch_size: int | None = None
     """Sequences per step over all GPUs; unset: 524288 tokens, on a CPU 8 sequences."""
     gpu: str = "h100"
@@ -281,7 +281,7 @@ def _check_counts(command: PlanCommand) -> None:
 
 def _workload(command: PlanCommand, device: Device) -> Workload:
     on_cpu = device.kind == "cpu"
-    vocab = command.vocab_size or (CPU_VOCABULARY if on_cpu else GPT2_VOCABULARY)
+    vocab = command.vocab_size or (CPU_VOCABULARY if on_cpu else PRESETS[command.model].vocab_size)
     overrides = command.sizes()
     if command.n_expert:
         experts: dict[str, Any] = {"top_k": command.expert_top_k}
@@ -358,7 +358,8 @@ def report(plan: Plan) -> str:
     fitting = [e for e in best if e.time is not None]
     lines = [
         f"model    {command.model}: {shape.n_layer} layers, {shape.n_head} heads, {shape.n_embd} "
-        f"wide, {workload.n_parameters:,} parameters",
+        f"wide, {workload.n_parameters:,} parameters with a vocabulary of {shape.vocab_size:,} "
+        "(--vocab-size)",
         f"step     {workload.tokens_per_step:,} tokens: {workload.batch_size} sequences of "
         f"{workload.seq_len:,}",
         f"machine  {plan.cluster}; {plan.limit_bytes / 1e9:,.1f} GB per rank for tensors, "

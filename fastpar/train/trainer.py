@@ -110,7 +110,7 @@ from fastpar.kernels import keep_freed_memory, make_key
 from fastpar.models.gpt import GPT, numbers_of, report_of, restore_scales, saved_scales
 from fastpar.models.hf import load_hf
 from fastpar.models.set_up import set_up
-from fastpar.optim.graphs import StepGraph, why_none
+from fastpar.optim import graphs
 from fastpar.optim.schedule import AveragedWeights, DynamicLossScale, forget_average, set_lr
 from fastpar.predict.run import check_host_activations, check_ranks
 from fastpar.settings.config import TrainConfig
@@ -183,6 +183,10 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
+        if config.system.cuda_graphs and not graphs.has_graphs(mesh.device):
+            raise ValueError(
+                "train: expected a GPU for --cuda-graphs, got none; drop --cuda-graphs"
+            )
         self.journal = Journal(config, mesh)
         checkpoint = start.checkpoint_of(config, mesh)
         state = read_run_state(checkpoint) if checkpoint is not None else None
@@ -252,20 +256,19 @@ class Trainer:
         self.keep_pending = int(mesh.device.type == "cuda" and self.loss_scale is None)
         self.stop_signals: list[int] = []
 
-    def _graph_of_steps(self) -> StepGraph | None:
+    def _graph_of_steps(self) -> graphs.StepGraph | None:
         """The graph of whole steps; None where there can be none, or none is wanted."""
         requested = self.config.system.cuda_graphs
-        why = why_none(self.model, self.engine, self.optimizer, requested)
+        why = graphs.why_none(self.model, self.engine, self.optimizer, requested)
         if requested and why:
             raise ValueError(
-                "train: expected steps that a CUDA graph can hold with cuda_graphs, got ones where "
-                f"{why}; drop --cuda-graphs"
+                f"train: no CUDA graph can hold these steps: {why}; drop --cuda-graphs"
             )
         if why or requested is False or not self.config.runs_in_graphs():
             return None
         several = " and its collectives; NCCL inside graphs never ran in fastpar's tests"
         self._facts["graphs"] = "of the whole step" + several * (self.mesh.world_size > 1)
-        return StepGraph(self._micro_batch, self.model, self.engine, self.optimizer)
+        return graphs.StepGraph(self._micro_batch, self.model, self.engine, self.optimizer)
 
     def _load(self, checkpoint: Path) -> None:
         state = load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer)
@@ -431,7 +434,7 @@ class Trainer:
         values = to_host(torch.cat((control[:1], norm.double().reshape(1), control[1:], counts)))
         return Step(self.step, lr, self.tokens, *values, scale, counts.numel())
 
-    def _fits_graph(self, graph: StepGraph, batches: list[Any], scale: float | None) -> bool:
+    def _fits_graph(self, graph: graphs.StepGraph, batches: list[Any], scale: float | None) -> bool:
         """Whether the graph can run this step; without --cuda-graphs, drop a graph that cannot."""
         if self.config.system.cuda_graphs:
             graph.fill(batches, scale)

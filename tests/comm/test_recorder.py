@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cells import slow
+from cells import slow, sweep
 
 from fastpar.comm import recorder as module
 from fastpar.comm.collectives import Collectives, Handle
@@ -15,6 +15,7 @@ from fastpar.comm.recorder import (
     REDUCE,
     TP,
     WAIT,
+    CollectiveLog,
     Recorder,
     Span,
     StepReport,
@@ -295,3 +296,18 @@ def test_events_on_a_gpu():
     report = timer.end_step()
     torch.cuda.synchronize()
     assert 1.0 < report.exposed_ms <= report.step_ms
+
+
+@sweep(
+    "words",
+    ["Connection closed by peer [a]:1", "Read error [a]:1: Connection reset by peer",
+     "writev [a]:1: Broken pipe"],
+)  # fmt: skip
+def test_a_rank_that_is_gone_is_named(words):
+    """However gloo notices it: by a read, or by a write before any read."""
+    log = CollectiveLog(torch.device("cpu"), 0)
+    with (
+        pytest.raises(RuntimeError, match=r"while waiting for bucket 2 of .*; rank 1 has ended"),
+        log.naming("waiting for", 2),
+    ):
+        raise RuntimeError(f"TorchCollectives.all_reduce: failed on rank 0 of 2 ({words})")

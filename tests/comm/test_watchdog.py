@@ -149,6 +149,40 @@ def test_who_is_waited_for_is_named(ranks, scene, monkeypatch):
             assert 1 not in some.said
 
 
+class Slow:
+    """A store whose answers take two heartbeats."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def multi_get(self, keys):
+        time.sleep(TIMEOUT_S / 4)
+        return self.store.multi_get(keys)
+
+
+def test_a_rank_that_gives_no_sign_is_no_slow_one():
+    """Also where the look at it has to begin anew and takes its time, as on a busy machine."""
+    store, said = make_store(), []
+    dog, other = (
+        watchdog.Watchdog(rank, 2, timeout_s=TIMEOUT_S, store=store, end=said.append)
+        for rank in range(2)
+    )
+    dog._store.set("beat/1", json.dumps(other._beat()))
+    dog._store = Slow(dog._store)
+    with dog, watchdog.waiting("all_reduce"):
+        while dog._waited < 0.9 * TIMEOUT_S:
+            time.sleep(0.01)
+        dog._since = None  # as after a time in which this rank stood still
+        deadline = time.monotonic() + 20
+        while not said:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert "rank 1 gave no sign of life for" in said[0]
+
+
 @pytest.mark.slow
 def test_one_that_has_left_is_named(ranks):
     two = ranks(2)

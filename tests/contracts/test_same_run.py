@@ -61,7 +61,7 @@ FAMILIES = {
         "frozen": BOTH,
         "dropout": BOTH,
         "offload": HOST,
-        "keep_mb": (0.0, 0.02),
+        "keep_mb": (0.0, 0.015),  # below the least state of a rank
         "buckets": ((0.015, 0.003), (1e-6, 1e-6), (0.005, 0.03), (None, 1.0)),
         "prefetch": (1, 0, 3),
         "units": (None, "layers", "blocks"),

@@ -403,6 +403,29 @@ def test_a_users_own_model(plan, tokens, tp):
     compare(run_ranks(run, tp), 1, one_process(mine()))
 
 
+def llama():
+    """Four heads of queries, two of keys."""
+    transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev]'")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 67}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).double()
+
+
+LLAMA = {
+    **dict.fromkeys(("*.[qkv]_proj", "*.gate_proj", "*.up_proj"), "column"),
+    **{"*.o_proj": "row", "*.down_proj": "row", "*.embed_tokens": "vocab", "lm_head": "head"},
+}
+
+
+@sweep("patch", [False, True])
+def test_a_plan_for_grouped_heads(patch):
+    """Each rank has whole heads of queries and of keys."""
+    model = patched(llama()) if patch else llama()
+    run = functools.partial(split_run, model, {"tp": 2}, LLAMA)
+    compare(run_ranks(run, 2), 1, one_process(llama()))
+
+
 @sweep("plan", [PLAN, TOKENS])
 def test_a_model_on_the_meta_device(plan):
     whole, want = mine().state_dict(), mine()(batch(0)).detach()
@@ -494,6 +517,7 @@ REFUSED = [
     (heads(None), hf, DIVIDE.format(3), {"tp": 3}),
     (None, named_like_gpt2, "has no declared state with tp=2; name"),
     ({"wte": "vocab"}, own_gpt, r"which declares its own states, got tp_plan=\{wte\}; drop tp_"),
+    (LLAMA, llama, r"heads of 'model\.layers\.0\..*k_proj', got tp=4 heads=2; ch", {"tp": 4}),
     (None, nano, r"'transformer\.h\.0\.attn' to be patched, .*; run fastpar\.patch\(model\) first"),
     ({"*.c_attn": "column"}, hf, r"groups for the fused projection .*; write Column\(groups=3\)"),
     (None, lambda: hf(attn_pdrop=0.1), DROPOUT.format(r"transformer\.h\.0\.attn\.attn_dropout")),

@@ -124,12 +124,24 @@ def test_an_exported_model_has_the_bytes_of_the_imported_one(theirs, tmp_path):
     assert torch.equal(theirs(tokens()).logits, again(tokens()).logits)
 
 
+@pytest.mark.parametrize("preset", ["llama-tiny", "qwen3-tiny", "nanochat-tiny"])
+def test_dropout_survives_a_way_through_transformers(preset, tmp_path):
+    """Theirs drops only attention's probabilities; ours drops embeddings and residuals too."""
+    config = GPTConfig.preset(preset, vocab_size=V, dropout=0.1, n_layer=1)
+    save_hf(GPT(config), tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert theirs.config.attention_dropout == 0.1
+    theirs.save_pretrained(tmp_path / "back")
+    for folder, given, rate in (("out", None, 0.1), ("back", None, 0.1), ("back", 0.0, 0.0)):
+        assert load_hf(tmp_path / folder, dropout=given).config.dropout == rate
+
+
 REFUSED = [
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
      "rope_parameters"),
     ("llama", {"attention_bias": True}, "attention_bias=True"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu"),
-    ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+    ("llama", {"attention_dropout": 0.1}, "expected one dropout rate, got .*_dropout=0.1, embd"),
     ("llama", {"smear": True}, "smear=True"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
      "layer_types=sliding_attention"),

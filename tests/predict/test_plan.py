@@ -253,6 +253,19 @@ def test_what_is_printed_and_stored(capsys, tmp_path):
     assert all(name in out for name in ("v100", "h100", "4090", "cpu", "ib-ndr"))
 
 
+def test_a_preset_is_planned_with_its_own_vocabulary(capsys, tmp_path):
+    """The size that its name says; on a CPU that of the trainer's own tokenizer."""
+    for words, rows, tokenizer in (
+        ("--model qwen3-0.6b --gpus 1", 151_936, "--tokenizer bpe-151936"),
+        ("--model qwen3-0.6b --gpus 1 --vocab-size 50257", 50_257, "--tokenizer gpt2"),
+        ("--model llama-tiny --gpus 1 --gpu cpu", 4_096, "--model llama-tiny --"),
+    ):
+        out, stored = run(capsys, words, tmp_path)
+        assert stored["shape"]["vocab_size"] == rows
+        assert f"parameters with a vocabulary of {rows:,}" in out
+        assert tokenizer in out.splitlines()[-1]
+
+
 def test_long_steps_have_all_their_digits(capsys):
     words = "--model gpt2-xl --gpus 1 --gpu a100 --batch-size 4096 --top 3"
     printed = run(capsys, words)

@@ -164,7 +164,7 @@ def test_what_is_captured_and_said(here, captured, monkeypatch):
         (2, {}, ""),
     ):
         assert run_ranks(said, ranks, changes)[0] == expected, changes
-    with pytest.raises(ValueError, match=r"can hold with cuda_graphs, got ones where .* own: shm"):
+    with pytest.raises(ValueError, match=r"no CUDA graph can hold these steps: .* own: shm"):
         run_ranks(said, 2, {"cuda_graphs": True})
     monkeypatch.setattr(ShmCollectives, "captures", True)
     assert "NCCL inside graphs never ran" in run_ranks(said, 2, {"cuda_graphs": True})[0]

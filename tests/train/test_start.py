@@ -190,6 +190,11 @@ def test_all_ranks_learn_which_checkpoint_is_the_newest_whole_one(tmp_path, monk
             {"device": "cuda"}, r"expected a GPU for device=cuda, got none; use",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
+        pytest.param(
+            {"device": "auto", "cuda_graphs": True},
+            r"expected a GPU for --cuda-graphs, got none; drop",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )  # fmt: skip
 def test_refused_starts_leave_no_folder(changes, message):
