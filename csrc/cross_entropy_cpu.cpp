@@ -108,39 +108,43 @@ struct CrossEntropyRow {
   }
 };
 
-// cap * tanh(x / cap); nan passes. Coefficients: Cephes tanhf, S. Moshier.
-FASTPAR_INLINE float capped(float x, float cap, float inverse) {
+// cap * tanh(x / cap) and its derivative; nan passes. Coefficients: Cephes tanhf, S. Moshier. The
+// derivative 1 - t^2 is r (2 - r) where t = 1 - r is near 1, without a difference of near numbers.
+struct Capped {
+  float value, slope;
+};
+FASTPAR_INLINE Capped capped(float x, float cap, float inverse) {
   const float u = x * inverse, size = u < 0.0f ? -u : u, z = u * u;
   float p = -5.70498872745e-3f;
   p = p * z + 2.06390887954e-2f;
   p = p * z - 5.37397155531e-2f;
   p = p * z + 1.33314422036e-1f;
   p = p * z - 3.33332819422e-1f;
-  const float near = p * z * u + u;
-  const float far = 1.0f - 2.0f / (exp_float(2.0f * size) + 1.0f);
-  return cap * (size < 0.625f ? near : u < 0.0f ? -far : far);
+  const float near = p * z * u + u, r = 2.0f / (exp_float(2.0f * size) + 1.0f);
+  if (size < 0.625f) return {cap * near, 1.0f - near * near};
+  return {cap * (u < 0.0f ? r - 1.0f : 1.0f - r), r * (2.0f - r)};
 }
 
-// The row under the cap.
-template <class T>
+// The row under the cap, and, if the gradient is wanted, the slopes there.
+template <class T, bool kGrad>
 struct CapRow {
-  static FASTPAR_INLINE void run(const T* __restrict row, float* __restrict to, int64_t v,
-                                 float cap) {
+  static FASTPAR_INLINE void run(const T* __restrict row, float* __restrict to,
+                                 float* __restrict slopes, int64_t v, float cap) {
     const float inverse = 1.0f / cap;
-    for (int64_t i = 0; i < v; ++i) to[i] = capped(to_float(row[i]), cap, inverse);
+    for (int64_t i = 0; i < v; ++i) {
+      const Capped found = capped(to_float(row[i]), cap, inverse);
+      to[i] = found.value;
+      if (kGrad) slopes[i] = found.slope;
+    }
   }
 };
 
 // The gradient of the row from that of the capped one.
 template <class T>
 struct UncapRow {
-  static FASTPAR_INLINE void run(const float* __restrict grad, const float* __restrict row,
-                                 T* __restrict to, int64_t v, float cap) {
-    const float inverse = 1.0f / cap;
-    for (int64_t i = 0; i < v; ++i) {
-      const float y = row[i] * inverse;
-      to[i] = from_float<T>(grad[i] * (1.0f - y * y));
-    }
+  static FASTPAR_INLINE void run(const float* __restrict grad, const float* __restrict slopes,
+                                 T* __restrict to, int64_t v) {
+    for (int64_t i = 0; i < v; ++i) to[i] = from_float<T>(grad[i] * slopes[i]);
   }
 };
 
@@ -151,17 +155,20 @@ class Cap {
  public:
   Cap(const CrossEntropyRows& at, Isa target)
       : cap_(static_cast<float>(at.softcap)), v_(at.v), width_(at.width), target_(target) {
-    if (cap_ != 0.0f) values_.resize(2 * at.v);
+    if (cap_ != 0.0f) values_.resize(3 * at.v);
   }
   // Calls body(row, grad, width), then writes the row's gradient to `out` (null: none).
   template <class Body>
   void run(const T* row, T* out, Body body) {
     if (cap_ == 0.0f) return body(row, out, width_);
-    float *const values = values_.data(), *const grad = values + v_;
-    dispatch<CapRow<T>>(target_, row, values, v_, cap_);
-    body(static_cast<const float*>(values), out ? grad : nullptr, v_);
-    if (!out) return;
-    dispatch<UncapRow<T>>(target_, grad, values, out, v_, cap_);
+    float *const values = values_.data(), *const grad = values + v_, *const slopes = grad + v_;
+    if (!out) {
+      dispatch<CapRow<T, false>>(target_, row, values, slopes, v_, cap_);
+      return body(static_cast<const float*>(values), static_cast<float*>(nullptr), v_);
+    }
+    dispatch<CapRow<T, true>>(target_, row, values, slopes, v_, cap_);
+    body(static_cast<const float*>(values), grad, v_);
+    dispatch<UncapRow<T>>(target_, grad, slopes, out, v_);
     std::fill(out + v_, out + width_, from_float<T>(0.0f));
   }
 

@@ -209,7 +209,8 @@ def check_replicas(
         held = [*_held(shards, optimizer)]
         sums = [checksum(each.values).to(mesh.device) for each in held]
     keys = [_word(f"{x.what} {x.start} {x.values.numel()} {x.split}") for x in held]
-    most = int(group.gathered(torch.tensor([len(held)], device=mesh.device)).max())
+    count = torch.tensor([len(held)], dtype=torch.int64, device=mesh.device)
+    most = int(group.gathered(count).max())
     mine = torch.zeros(2, most, dtype=torch.int64, device=mesh.device)
     mine[0, : len(held)] = torch.tensor(keys, dtype=torch.int64, device=mesh.device)
     mine[1, : len(held)] = torch.stack(sums)
@@ -225,10 +226,9 @@ def check_replicas(
     if differing:  # on all ranks, which choose the same
         key, groups = min(differing, key=lambda each: len(each[1][0]) == len(each[1][1]))
         name = held[keys.index(key)].what if key in keys else ""  # only its ranks know it
-        letters = torch.tensor([*name.encode()[:_NAME].ljust(_NAME)], device=mesh.device)
-        what = (
-            bytes(group.gathered(letters)[groups[0][0]].tolist()).decode(errors="ignore").rstrip()
-        )
+        text = [*name.encode()[:_NAME].ljust(_NAME)]
+        letters = group.gathered(torch.tensor(text, dtype=torch.uint8, device=mesh.device))
+        what = bytes(letters[groups[0][0]].tolist()).decode(errors="ignore").rstrip()
         raise RuntimeError(_message(groups, what, step))
 
 

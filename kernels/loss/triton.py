@@ -60,15 +60,24 @@ def exp_fast(x):
 
 
 @triton.jit
+def _capped(x, cap):
+    """cap * tanh(x / cap) and its derivative. Near 0 by Cephes' tanhf, whose relative error is
+    small there, too; 1 - t^2 is r (2 - r) where t = 1 - r is near 1."""
+    u = x / cap
+    z = u * u
+    p = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z
+    p = (p + 1.33314422036e-1) * z - 3.33332819422e-1
+    near = p * z * u + u
+    r = 2.0 / (exp_fast(2.0 * tl.abs(u)) + 1.0)
+    t = tl.where(tl.abs(u) < 0.625, near, tl.where(u < 0.0, r - 1.0, 1.0 - r))
+    return cap * t, tl.where(tl.abs(u) < 0.625, 1.0 - near * near, r * (2.0 - r))
+
+
+@triton.jit
 def _cap(x, cap, CAP: tl.constexpr):
-    """cap * tanh(x / cap). Near 0 by Cephes' tanhf, whose relative error is small there, too."""
+    """x, under the cap if there is one."""
     if CAP:
-        u = x / cap
-        z = u * u
-        p = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z
-        p = (p + 1.33314422036e-1) * z - 3.33332819422e-1
-        far = 1.0 - 2.0 / (exp_fast(2.0 * tl.abs(u)) + 1.0)
-        x = cap * tl.where(tl.abs(u) < 0.625, p * z * u + u, tl.where(u < 0.0, -far, far))
+        x, _ = _capped(x, cap)
     return x
 
 
@@ -139,12 +148,10 @@ def row_statistics(
 
 @triton.jit
 def _gradient(x, cols, top, factor, spread, target, chosen, cap, CAP: tl.constexpr):
-    x = _cap(x, cap, CAP)
-    g = tl.where(cols == target, chosen, exp_fast(x - top) * factor - spread)
+    slope = 1.0
     if CAP:
-        y = x / cap
-        g *= 1.0 - y * y
-    return g
+        x, slope = _capped(x, cap)
+    return slope * tl.where(cols == target, chosen, exp_fast(x - top) * factor - spread)
 
 
 @triton.jit
