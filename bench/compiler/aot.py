@@ -33,15 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.compiler import aot_table, sass
-from bench.compiler.aot_rules import (
-    GPUS,
-    WHOLE,
-    Broken,
-    Row,
-    describe,
-    judge,
-    stale_exemptions,
-)
+from bench.compiler.aot_rules import GPUS, WHOLE, Broken, Row, describe, judge, stale_exemptions
 from bench.records import ROOT, commit, parser_of
 from fastpar.comm.ranks import reason
 from fastpar.doctor.trial import compile_launch
