@@ -663,33 +663,6 @@ TIMED = [
     ("global_norm", "GPT-2"), ("linear_fp8", "c_fc"), ("quantize", "int8"), ("sum_shards", ""),
     ("philox", ""), ("grouped_linear", ""), ("orthogonalize", "768x3072"),
 ]  # fmt: skip
-ATTEND = """
-import torch; from fastpar.kernels import attention; from fastpar.kernels.choice import trying
-for what in ("hopper", "own"):
-    x = [torch.randn({shape}, device="cuda").bfloat16().requires_grad_() for _ in "qkv"]
-    with trying("attention", what):
-        attention(*x).sum().backward()
-torch.cuda.synchronize()
-"""
-
-
-def under(*tool: str, shape: str, shows: str) -> Found:
-    """A program of attention under one of CUDA's tools, whose output has to show this."""
-    command = [*tool, sys.executable, "-c", ATTEND.format(shape=shape)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    print(run.stdout, run.stderr)
-    assert shows in run.stdout, (run.stdout + run.stderr)[-600:]
-    kept = ("Duration", "Throughput", "Registers Per", "Achieved Occupancy", "Context 1", "ERROR")
-    lines = [line.strip() for line in run.stdout.splitlines() if any(k in line for k in kept)]
-    return {"lines": lines[:60], "shown": f"{len(lines)} lines"}
-
-
-SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "WarpStateStats")
-MEMCHECK = partial(under, "compute-sanitizer", shape="1, 300, 4, 64", shows="SUMMARY: 0 errors")
-NCU = partial(
-    under, "ncu", "--clock-control", "none", *(w for s in SECTIONS for w in ("--section", s)),
-    "-k", "regex:attention", shape="16, 1024, 12, 64", shows="Duration",
-)  # fmt: skip
 
 
 def compile_124m() -> None:
@@ -868,10 +841,6 @@ def products() -> Found:
     return {"lines": lines, "shown": f"TFLOP/s of the products of {len(layers)} layers"}
 
 
-CELLS += [
-    Cell("memcheck", MEMCHECK, 25, "tools", on_cpu=False),
-    Cell("ncu", NCU, 40, "tools", on_cpu=False),
-]
 ON_REQUEST = [  # by --only; torch.compile takes most of the time
     Cell(f"time {n}", partial(run_bench, n, only), 90, "on request") for n, only in TIMED
 ]

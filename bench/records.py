@@ -158,18 +158,11 @@ SEVERAL = {  # benches of one module
     "layouts": ("zero", "tp", "pp", "cp"),
     "links": ("overlap", "wires"),
     "ops": (
-        *("activation", "attention", "cross_entropy", "embedding", "gelu"),
-        *(
-            "global_norm",
-            "grouped_linear",
-            "layer_norm",
-            "linear",
-            "linear_cross_entropy",
-            "linear_fp8",
-        ),
-        *("orthogonalize", "permute", "philox", "quantize", "route", "sum_shards"),
+        "activation", "attention", "cross_entropy", "embedding", "gelu", "global_norm",
+        "grouped_linear", "layer_norm", "linear", "linear_cross_entropy", "linear_fp8",
+        "orthogonalize", "permute", "philox", "quantize", "route", "sum_shards",
     ),
-}
+}  # fmt: skip
 
 
 def homes() -> dict[str, str]:

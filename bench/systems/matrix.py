@@ -4,9 +4,9 @@
     python -m bench matrix peers      torch's and DeepSpeed's, as processes
     python -m bench matrix table --into bench/results/matrix    the page, from the rows of both
 
-Each layout has a line, with the time that the rest takes if it goes on like this; `--only "tp 2"`
-runs a few. Rows and page go to build/bench/matrix; those that are committed need `--into`. Without
-the checkout, `fastpar train` shows the same: fastpar/train/README.md has the lines to compare.
+Each layout has a line; `--only "tp 2"` runs a few. Rows and page go to build/bench/matrix; those
+that are committed need `--into`. Without the checkout, `fastpar train` shows the same:
+fastpar/train/README.md has the lines to compare.
 
 A layout is a number of ranks and settings of `fastpar train`; its own run of one process has the
 same optimizer and experts and nothing else. Dropout, clipping and gradient accumulation are on; a
@@ -20,7 +20,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -39,7 +38,6 @@ from fastpar.comm.mesh import Mesh
 from fastpar.comm.ranks import reason
 from fastpar.data.batches import load_data, sample_batch
 from fastpar.engine.debug import Debug
-from fastpar.files.runs import duration
 from fastpar.models import set_up
 from fastpar.observe.strategies import STRATEGIES, Settings
 from fastpar.settings.config import TrainConfig
@@ -94,10 +92,6 @@ LAYOUTS: tuple[Layout, ...] = (
     *((2, {**ALONE, "zero_stage": stage}) for stage in (0, 2)),
 )
 ANOTHER_RUN = {"optimizer", "lr", *EXPERTS}  # settings that a run of one process has, too
-PUBLISHED: dict[str, Any] = {
-    "who": "torchtitan, published (its issue 3029)",
-    **{"layouts": 18, "lowest": 9.73, "highest": 9.97, "one_process": 9.815},
-}
 
 
 def name_of(ranks: int, changes: dict[str, Any]) -> str:
@@ -123,22 +117,6 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
-
-
-class Countdown:
-    """Prints a line for each layout that is done, with the time that the rest may take."""
-
-    def __init__(self, n_layouts: int) -> None:
-        self.n_layouts, self.done, self.began = n_layouts, 0, time.monotonic()
-
-    def line(self, text: str) -> None:
-        self.done += 1
-        so_far = time.monotonic() - self.began
-        rest = so_far / self.done * (self.n_layouts - self.done)
-        print(f"[{self.done}/{self.n_layouts}] {text}  {duration(rest)} left", flush=True)
-
-    def end(self) -> None:
-        print(f"{self.done} layouts in {duration(time.monotonic() - self.began)}", flush=True)
 
 
 def _rank(settings: dict[str, Any]) -> int:
@@ -175,7 +153,7 @@ def _bus() -> Iterator[None]:
 def fastpar_rows(layouts: Sequence[Layout] = LAYOUTS) -> list[dict[str, Any]]:
     """A row for each layout: losses, and those of its run of one process, in both modes."""
     known: dict[str, list[float]] = {}
-    rows, countdown = [], Countdown(len(layouts))
+    rows = []
     for ranks, changes in layouts:
         row: dict[str, Any] = {"layout": name_of(ranks, changes), "ranks": ranks}
         row["settings"] = {n: v for n, v in changes.items() if n not in EXPERTS}
@@ -186,9 +164,8 @@ def fastpar_rows(layouts: Sequence[Layout] = LAYOUTS) -> list[dict[str, Any]]:
             if key not in known:
                 known[key] = run((1, of_one))
             _measure(row, mode, partial(run, (ranks, changes)), known[key])
-        countdown.line(_line(row["layout"], row.get("deterministic"), row.get("default")))
         rows.append(row)
-    countdown.end()
+        say(rows, len(layouts), "deterministic", "default")
     return rows
 
 
@@ -244,7 +221,7 @@ def _peer_rank(title: str, dropout: float) -> list[float]:
 def peer_rows(peers: Sequence[tuple[str, int]] = PEERS) -> list[dict[str, Any]]:
     """A row for each: losses without dropout and with it; refused: why it has none."""
     known: dict[float, list[float]] = {}
-    rows, countdown = [], Countdown(len(peers))
+    rows = []
     for title, ranks in peers:
         row: dict[str, Any] = {"layout": f"{title}, {ranks} ranks", "ranks": ranks, "who": title}
         for mode, dropout in (("no dropout", 0.0), ("dropout", SETTINGS["dropout"])):
@@ -253,9 +230,8 @@ def peer_rows(peers: Sequence[tuple[str, int]] = PEERS) -> list[dict[str, Any]]:
             if dropout not in known:
                 known[dropout] = _peer(contenders.SINGLE, 1, dropout)
             _measure(row, mode, partial(_peer, title, ranks, dropout), known[dropout])
-        countdown.line(_line(row["layout"], row.get("no dropout"), row.get("dropout")))
         rows.append(row)
-    countdown.end()
+        say(rows, len(peers), "no dropout", "dropout")
     return rows
 
 
@@ -263,8 +239,10 @@ def _peer(title: str, ranks: int, dropout: float) -> list[float]:
     return run_ranks(_peer_rank, ranks, title, dropout, backend="gloo", timeout_s=300.0)[-1]
 
 
-def _line(layout: str, *modes: dict[str, Any] | None) -> str:
-    return f"{layout:60} " + "  ".join(_difference(mode) for mode in modes)
+def say(rows: Sequence[dict[str, Any]], many: int, *modes: str) -> None:
+    """A line for the last row."""
+    found = "  ".join(_difference(rows[-1].get(mode)) for mode in modes)
+    print(f"[{len(rows)}/{many}] {rows[-1]['layout']:60} {found}", flush=True)
 
 
 def difference(mode: dict[str, Any]) -> float:
@@ -285,10 +263,8 @@ def _difference(mode: dict[str, Any] | None) -> str:
 def table(folder: Path) -> None:
     """README.md of the rows in a folder."""
     own, others = (json.loads((folder / f"{n}.json").read_text()) for n in ("fastpar", "peers"))
-    said = PUBLISHED
-    losses = f"{said['lowest']} to {said['highest']}, one GPU {said['one_process']}"
-    far = max(abs(said[end] - said["one_process"]) for end in ("lowest", "highest"))
-    quoted = [f"{said['who']}: {said['layouts']} layouts", losses, "-", "-", f"{far:.3f}"]
+    quoted = ["torchtitan, published (its issue 3029): 18 layouts", "9.73 to 9.97, one GPU 9.815"]
+    quoted += ["-", "-", "0.155"]
     lines = [
         "# One run on every layout\n",
         "Written by `python -m bench matrix table`; how it was run: `bench/systems/matrix.py`.",

@@ -167,16 +167,16 @@ def test_no_flag_is_taken_for_one_of_torchruns():
 
 
 class Nodes:
-    """n machines that reach each other: namespaces with their own network, name and mounts.
+    """Two machines that reach each other: namespaces with their own network, name and mounts.
     Processes that still run at the end are killed.
 
     hosts: of each node, lines of its /etc/hosts.
     """
 
-    def __init__(self, n, folder, hosts=()):
-        self.link, self.folder, self.started = Link(1000, n), Path(folder), []
-        for i in range(n):
-            theirs = hosts[i] if hosts else [f"{a} node{j}" for j, a in enumerate(ADDRESSES[:n])]
+    def __init__(self, folder, hosts=()):
+        self.link, self.folder, self.started = Link(1000), Path(folder), []
+        for i in range(2):
+            theirs = hosts[i] if hosts else [f"{a} node{j}" for j, a in enumerate(ADDRESSES)]
             lines = ["127.0.0.1 localhost", *theirs]
             Path(folder, f"hosts{i}").write_text("\n".join(lines) + "\n")
 
@@ -227,7 +227,7 @@ def two(tmp_path, monkeypatch):
 
     def make(hosts=()):
         try:
-            made.append(Nodes(2, tmp_path, hosts))
+            made.append(Nodes(tmp_path, hosts))
         except NoLinkError as error:
             pytest.skip(str(error))
         return made[-1]
