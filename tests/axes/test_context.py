@@ -135,9 +135,6 @@ def test_work_by_the_tiles_of_the_cpu_s_kernel():
     assert max(counts) <= 1.001 * sum(counts) / 4
 
 
-# Operators
-
-
 def opchecked():
     heads, of = ContextParallel(TorchCollectives()), torch.ops.fastpar
     x = random(2, 3, 5, 4).requires_grad_()
@@ -156,9 +153,6 @@ def opchecked():
 def test_opcheck():
     """On one rank: its checks run ops a number of times that other ranks would not follow."""
     run_ranks(opchecked, 1, timeout_s=300)
-
-
-# The model
 
 
 def gpt(**changes):

@@ -47,9 +47,6 @@ def test_states_that_contradict_each_other_or_are_of_no_parameter():
     run_ranks(rank, 1)
 
 
-# Refusals
-
-
 def gpt(**sizes):
     default = {"n_layer": 1, "n_head": 4, "n_embd": 32, "block_size": 8, "vocab_size": 50}
     return GPT(GPTConfig(**default | sizes))
@@ -85,9 +82,6 @@ def test_a_model_that_does_not_split_stays_as_it_was(make, tp, options, message)
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
     run_ranks(rank, tp)
-
-
-# Reports
 
 
 def test_a_report_of_a_plan():

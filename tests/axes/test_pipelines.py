@@ -120,9 +120,6 @@ def test_bad_schedules(arguments, message):
         schedules.make_schedule(*arguments)
 
 
-# Cuts
-
-
 def stage_costs(costs, counts):
     ends = [0, *itertools.accumulate(counts)]
     ends = [0, *(end + 1 for end in ends[1:-1]), len(costs)]

@@ -52,8 +52,6 @@ def assert_close(got, expected, dtype, wide=None):
 
 
 # Conjugate operators: whole integers, so that sums are exact
-
-
 def ints(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-9, 9, shape, generator=generator).double()
@@ -103,8 +101,6 @@ def test_operators_and_their_adjoints(op, shape, dim, strided):
         assert torch.equal(grad, slices(dx, dim)[rank] if sliced == "x" else dx)
 
 
-# Layers
-
 C, FEATURES = 6, 8
 LINEAR = {"column": functional.column_linear, "row": functional.row_linear}
 
@@ -133,9 +129,6 @@ def test_there_may_be_no_tokens_and_no_ranks(sp):
     x, w, b, *_ = whole_inputs(torch.float32, 3)
     for linear in LINEAR.values():  # without ranks
         assert torch.equal(linear(x, w, b), F.linear(x, w, b))
-
-
-# Which communication is under way beside which product
 
 
 class Recorded(TorchCollectives):
@@ -207,8 +200,6 @@ def test_sums_are_under_way_during_the_weights_gradient():
         [log] = run_ranks(order, 1, "column", True, needed)
         assert log[log.index("backward") + 1 :] == expected
 
-
-# A vocabulary in parts
 
 N, WIDTH = 12, 16
 SHARES = Shard(0, pad_to=4)
@@ -339,9 +330,6 @@ def test_only_the_gradients_of_the_loss_that_are_needed(sp):
     run_ranks(rank, 2)
 
 
-# Under torch's machinery
-
-
 def opchecked():
     """On one rank: its checks run ops a number of times that other ranks would not follow."""
     tp, of, check = make(), torch.ops.fastpar, torch.library.opcheck
@@ -391,9 +379,6 @@ def test_a_handle_is_known_by_its_number_while_somebody_has_it():
             pickle.dumps(one)
 
     run_ranks(rank, 2)
-
-
-# Refusals
 
 
 def of_loss(sp=False, **change):

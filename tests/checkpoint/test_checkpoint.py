@@ -433,8 +433,6 @@ def test_a_state_that_could_not_be_read_back_fails_on_all_ranks(tmp_path, state,
 
 
 # Any model: what Saver commits verifies, loads and goes on
-
-
 SIZES = {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
 
 

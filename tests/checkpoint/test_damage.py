@@ -263,8 +263,6 @@ def test_a_file_that_shrinks_and_a_disk_that_cannot_be_read(made, monkeypatch):
 
 
 # Of two checkpoints of a run the newer is damaged
-
-
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=4, vocab_size=256, dropout=0.0)
 OURS = re.compile(r"[\w.]+: expected .*; .*", re.DOTALL)
 

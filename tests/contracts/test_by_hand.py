@@ -68,9 +68,6 @@ def whole(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-# Values written inside of gathered()
-
-
 def give_data(model):
     for i, p in enumerate(model.parameters()):
         p.data = torch.full_like(p.data, 0.1 * i)
@@ -163,9 +160,6 @@ def test_what_changes_nothing():
     step(model, optimizer)
     expected = whole(model)
     assert all(on_ranks(run))
-
-
-# Passes and steps inside of gathered()
 
 
 def values(model):
@@ -262,9 +256,6 @@ def test_what_runs_in_gathered_is_as_in_plain_torch(fn):
         assert_same(state, trained)
 
 
-# What is refused where a parameter or a gradient is absent
-
-
 def add_to(model):
     with torch.no_grad():
         model.scale += 1
@@ -357,8 +348,6 @@ READ = {  # of parameters
 
 
 # Gradients changed between backward and step, as loops with plain torch do
-
-
 def by_norm(order, **options):
     def clip(params, scaler):
         return nn.utils.clip_grad_norm_(params, 0.05, norm_type=order, **options)
@@ -638,9 +627,6 @@ def test_parameters_are_ordinary_ones_while_they_are_there():
         return kinds == [nn.Parameter]
 
     assert all(on_ranks(run))
-
-
-# Copies and files
 
 
 def saved(model):

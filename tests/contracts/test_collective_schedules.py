@@ -176,9 +176,6 @@ def test_evaluation_gathers_what_a_step_made_stale_and_no_more():
             assert run.words(run.train()) == steady == [*(GATHER + BACKWARD_3).split(), "C"]
 
 
-# Bytes
-
-
 def sent(ops):
     return sum(op.wire_bytes for op in ops)
 

@@ -127,8 +127,6 @@ def check(names, cells=FEW, *, within=WITHIN, build=Net, split=None):
 
 
 # What loops do, each of (loop, step); b10 is the backward of batch step + 10, sum10 of a sum
-
-
 def clear(loop, step=0):
     for optimizer in loop.optimizers:
         optimizer.zero_grad()
@@ -321,9 +319,6 @@ def test_what_was_contributed_to_a_step_that_did_not_come_is_dropped():
 def on_two(body, stage, **options):
     """body(loop) on two ranks."""
     return run_ranks(lambda: body(Loop(2, mesh=Mesh(), stage=stage, **options)), 2, timeout_s=20)
-
-
-# Refused
 
 
 def dropped_count(some, clear):

@@ -204,8 +204,6 @@ def test_an_array_has_every_pair_that_is_not_refused():
 
 
 # What families leave alone
-
-
 def told_row(row):
     return "-".join(f"{k}={v}" for k, v in row.items())
 
@@ -299,8 +297,6 @@ def test_processes(n_ranks):
 
 
 # The references, without which cells could agree on nothing
-
-
 def test_the_reference_trains_clips_overflows_and_draws_masks():
     layout, program = Layout(dp=4, accum="shard_2"), Program(precision="fp16")
     truth, clipped, dropped = (
@@ -380,9 +376,6 @@ def test_one_lost_sample_is_far_outside_of_the_bound(monkeypatch, precision, at_
     assert sum(off[key] > limits[key] for key in limits if key[0] == "parameter") > 10
 
 
-# Backward passes that were not announced, meta devices, one rank's overflow
-
-
 def test_backward_passes_that_were_not_announced():
     """step() reduces what waits for number grad_accum_steps; every one from there on is reduced, in
     an order of sums that no layout has: the stages have to agree on it."""
@@ -430,9 +423,6 @@ def overflow(layout, name):
         unchanged.append(all(torch.equal(p, before[n]) for n, p in model.state_dict().items()))
         del factors[0]
     return skipped, unchanged, loop.norms
-
-
-# What padding holds
 
 
 def test_padding_stays_zero():

@@ -177,9 +177,6 @@ def test_bytes_of_real_ranks_are_those_of_the_schedule(grid, monkeypatch):
     assert sum(sent) == 4 * wire
 
 
-# Ranks that share sequences
-
-
 def of_sequences(cp, method, heads, time):
     """Bytes that a rank sends by kind in forward and backward."""
     model = GPT(GPTConfig(LAYERS, heads, 4 * heads, time, 37, dropout=0.0), seed=0)

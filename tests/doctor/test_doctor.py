@@ -258,9 +258,6 @@ def test_a_compiled_run_proves_again_what_has_no_time_under_torch_compile(quick,
     assert asked == [("bias_gelu", False), ("global_norm", False), ("bias_gelu", True)]
 
 
-# Trials that end otherwise
-
-
 def test_an_unwritable_folder_is_reported_once_and_the_proofs_count(quick, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FASTPAR_PROOFS", str(tmp_path / "file" / "below"))
@@ -327,9 +324,6 @@ def test_an_interrupted_trial_leaves_nothing_behind(monkeypatch):
             doctor.Prover().proof_of(GELU)
     monkeypatch.setattr(doctor, "prove", lambda *args: Proof(OWN))
     assert doctor.Prover().proof_of(GELU) == Proof(OWN)
-
-
-# What the ops ask
 
 
 @pytest.fixture
@@ -426,8 +420,6 @@ def test_the_cases_of_a_model_are_its_blocks(name, sizes):
     found = doctor.cases_of_model("cpu", torch.float32, GPTConfig.preset(name))
     assert sizes.items() <= {case.op: case.size for case in found}.items()
 
-
-# Patched models
 
 SIZES = {name: value for name, value in ARGS.items() if name != "dropout"}
 
@@ -612,8 +604,6 @@ def test_compiled_code_goes_by_the_proofs(quick, monkeypatch):
 
 
 # A trial at first use neither sees nor changes what the call happens in
-
-
 class First(torch.autograd.Function):
     """An op in whose forward the proof is made, as when a real one is called."""
 
@@ -676,8 +666,6 @@ def test_an_oracle_without_a_deterministic_form_is_no_error_of_the_kernel(quick,
 
 
 # Several ranks: one proves, all go by the same
-
-
 def together(rank, names):
     """What ranks find that run at the same time."""
     with ThreadPoolExecutor(len(names)) as pool:
@@ -739,9 +727,6 @@ def test_one_rank_of_a_host_compiles_and_the_others_wait(monkeypatch, capsys):
 
     assert together(rank, range(3)) == [[(90, 132)]] * 3
     assert capsys.readouterr().err.count("could not compile before the trial: _activation_fwd") == 1
-
-
-# The file: damage, other versions, strangers, several hosts
 
 
 def test_a_shipped_table_serves_every_build_of_the_same_kernels(monkeypatch, tmp_path):

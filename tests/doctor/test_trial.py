@@ -23,9 +23,6 @@ TIMES = {  # forward, backward
 }  # fmt: skip
 
 
-# The timer
-
-
 class ScriptedClock:
     """Returns what the call returns, and keeps the order of calls."""
 
@@ -98,9 +95,6 @@ def test_cuda_sample_hides_the_host(monkeypatch):
     assert clock.sample(call) == pytest.approx(2.0)
     assert cuda.log[-6:] == ["flush", "sleep", "event", "kernel", "kernel", "event"]
     assert clock.host_us(call, runs=3) == pytest.approx(8000)  # the enqueueing alone
-
-
-# Attention
 
 
 @pytest.mark.parametrize(

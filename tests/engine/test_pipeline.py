@@ -116,9 +116,6 @@ def test_stages_are_cut_by_what_their_parts_cost():
         assert run_ranks(rank, 2, vocab_size, options) == [range(cut), range(cut, 6)]
 
 
-# Refusals
-
-
 def mixed():
     model = gpt()
     model.h[2].bfloat16()

@@ -181,9 +181,6 @@ def test_tokens_that_sequence_parallelism_would_pad_are_refused(ranks, axes, sha
         run_ranks(rank, ranks)
 
 
-# Models that change, and backwards
-
-
 ADDED = [
     lambda model: setattr(model[1], "scale", nn.Parameter(torch.ones(16))),
     lambda model: setattr(model[1], "more", nn.Linear(2, 2)),
@@ -330,8 +327,6 @@ def test_other_collectives_on_one_rank_are_told(kind):
 
 
 # Steps of optimizers over parameters of which a rank has only a part
-
-
 def step(optimizer):
     optimizer.step()
 
@@ -499,8 +494,6 @@ def test_an_optimizer_older_than_the_engine_is_refused(cls):
         with pytest.raises(RuntimeError, match=words):
             run_ranks(ranks, 2, stage)
 
-
-# In processes of their own
 
 THREADS = """
 import sys, warnings

@@ -176,9 +176,6 @@ def test_one_rank_sends_nothing():
     assert same(*(runs("one", 1, wire)[0][0] for wire in (WIRES["int8 both"], {})))
 
 
-# Nodes
-
-
 def averaged(options):
     """Losses with the weights, with their average, and with the weights again."""
     loop = start("more of dp", 3, options)

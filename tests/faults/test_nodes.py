@@ -29,8 +29,6 @@ ROOT = Path(__file__).parents[2]
 ENDLESS = ("--max-steps=100000", "--save-every=20", "--out=r", "--timeout=30s", "--auto-resume")
 SHORT = ("--max-steps=20", "--save-every=10", "--out=r", "--timeout=30s")
 
-# Ranks of a scheduler
-
 SLURM = {
     "SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "5", "SLURM_STEP_NUM_TASKS": "5",
     "SLURM_PROCID": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
@@ -161,9 +159,6 @@ def test_no_flag_is_taken_for_one_of_torchruns():
         if flag != "--nproc":  # which torchrun has, and fastpar refuses there
             given = ["-m", "fastpar", "train", flag, "x"]
             assert get_args_parser().parse_args(given).training_script_args == given[2:], flag
-
-
-# Machines
 
 
 class Nodes:

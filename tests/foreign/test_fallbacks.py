@@ -223,9 +223,6 @@ def test_eager_attention_called_alone():
     assert not report.fallbacks
 
 
-# Parts that are not as they were
-
-
 @both
 def test_hooks_run_in_a_patched_model(name):
     theirs, ours, _ = pair(MODELS[name])
@@ -281,8 +278,6 @@ def test_adapters_and_parametrized_weights_are_used(name):
 
 
 # Known by its library's own code: whatever of transformers or torch was replaced is left
-
-
 def doubled(function):
     @functools.wraps(function)
     def run(*args, **kwargs):

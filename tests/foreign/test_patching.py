@@ -96,9 +96,6 @@ def test_saved_and_loaded(name, tmp_path):
     torch.testing.assert_close(kind.eval()(idx)[0], expected)
 
 
-# The report
-
-
 def counts_of(report):
     return {kind: len(names) for kind, names in report.replaced.items()}
 
@@ -174,9 +171,6 @@ def test_a_part_that_is_shared_stays_so():
     model.first, model.second = shared, shared
     assert fastpar.patch(model).replaced["LayerNorm"] == ["first"]
     assert model.first is model.second
-
-
-# What is left
 
 
 def with_part(make, **parts):
@@ -260,9 +254,6 @@ def test_what_fully_shard_had_before():
         assert words in str(fastpar.patch(model))
     finally:
         dist.destroy_process_group()
-
-
-# Errors
 
 
 def test_errors():

@@ -197,8 +197,6 @@ def test_a_ready_plan_equals_one_process(name, mesh, options):
 
 
 # Dropout draws from torch's default generator, which threads share: processes.
-
-
 TOKENS_OR_NOT = ("tp", "sequence_parallel", (False, True))
 DROPPED = [
     (lambda: hf(embd_pdrop=0.25, resid_pdrop=0.25), *TOKENS_OR_NOT),
@@ -240,9 +238,6 @@ def test_ranks_that_would_draw_other_masks_are_refused(monkeypatch):
         message = rf"2 ranks of {axis} to have the same torch generator .*; call torch\.manual_seed"
         with pytest.raises(ValueError, match=message):
             run_ranks(run, 2, axis, 1)
-
-
-# What people do with a transformers model
 
 
 @sweep("name", ["transformers", "transformers patched"])
@@ -290,8 +285,6 @@ def test_a_fused_loss_never_joins_logits(tp, tokens):
 
 
 # The library's own loss, of sequences that are cut. It computes in fp32; here in fp64.
-
-
 def in_fp64(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100,
             shift_labels=None, **_):  # fmt: skip
     if shift_labels is None:
@@ -340,9 +333,6 @@ def test_the_loss_of_labels(method, more):
     for found in run_ranks(run, 2, 2):
         for got, want in zip(found, expected, strict=True):
             torch.testing.assert_close(got, want, rtol=0.0, atol=1e-12, equal_nan=True)
-
-
-# A model of a user's
 
 
 class Scaled(nn.Module):
@@ -436,8 +426,6 @@ def test_a_compiled_model():
 
 
 # Plans and models that do not fit are refused, and left as they were
-
-
 def without(plan, name):
     return {pattern: style for pattern, style in plan.items() if pattern != name}
 

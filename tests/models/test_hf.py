@@ -410,9 +410,6 @@ def test_without_safetensors_the_message_says_what_to_install(model, folder, mon
     assert (folder / "new" / hf.WEIGHTS_FILE).stat().st_size > 0
 
 
-# Names and layouts of weights
-
-
 def described(model):
     """Names, and files that they are cut into."""
     weights = hf.list_weights(model)

@@ -24,9 +24,6 @@ from fastpar.optim.schedule import cosine_lr
 from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import ModelSize, TextSettings
 
-# Constructed runs
-
-
 LOSSES = [8.0, 7.0, 6.5, 6.0, 5.5, 5.2, 5.0, 4.9, 4.8, 4.7]
 SETTINGS = {
     "nproc": 2, "model": "micro",

@@ -329,7 +329,6 @@ def test_flops_of_products():
 
 
 # The verdict: constructed numbers in, words out
-
 CEILINGS = Ceilings(10.0, 0.1, "fp32 1536^3")
 # 100 ms: products at 80 % of 0.1 TFLOP/s, the rest at half of the copy.
 GOOD = (

@@ -342,9 +342,6 @@ def emulate(module, blocks):
     return launch
 
 
-# Every order in which it may happen
-
-
 def check(roles: list[list[Step]], counts: dict[tuple[int, int], int]) -> None:
     """See [Note: one order]. The last role is the only one that loads.
 
@@ -417,9 +414,6 @@ def check(roles: list[list[Step]], counts: dict[tuple[int, int], int]) -> None:
         sees = not phases or ("pass", at, phase, who) in phases[0]
         assert sees, f"deadlock: role {who} may see the end of a later phase of {at}"
     assert filled == set(readers), "what is loaded is not what is read"
-
-
-# The kernels
 
 
 @pytest.fixture

@@ -45,9 +45,6 @@ def run(q, k, v, do, *, cu=None, causal=True):
     return o, lse, *grads
 
 
-# Tiles
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "variant", "D"),
@@ -99,9 +96,6 @@ def test_heads_by_sections_are_all_computed(triton_device, monkeypatch):
         monkeypatch.setattr(host, "bwd_plan", plans.bwd_plan.__wrapped__)
         for a, b in zip(run(*inputs, do), want):
             assert torch.equal(a, b)
-
-
-# What is read and written
 
 
 WRONG = [
@@ -161,9 +155,6 @@ def test_strides_are_read_and_written_in_place(triton_device):
         torch.testing.assert_close(got, grad)
         got.fill_(7.0)
     assert (room == 7.0).all()
-
-
-# Masks kept as bits
 
 
 def unpacked(bits, T, Tk):

@@ -252,9 +252,6 @@ def test_backward_twice_with_retained_graph(make, dtype):
             assert torch.equal(c, 2 * want)
 
 
-# Products in chunks
-
-
 def test_chunks():
     """Balanced; on a GPU of sizes that the GEMMs can use, and at most 15 % of eager's peak: [Note:
     chunk size]."""
@@ -334,9 +331,6 @@ def test_the_weights_gradient_is_made_where_it_was_saved_unless_the_graph_is_kep
     (again,) = torch.autograd.grad(loss / 3, weight)
     assert torch.equal(again, kept)
     assert again.data_ptr() == saved.data_ptr()
-
-
-# Shards of the vocabulary
 
 
 @sweep(
@@ -440,8 +434,6 @@ def test_gradient_written_where_the_caller_says(form, v, dtype):
     assert torch.equal(shaped.flatten(0, 1), want)
 
 
-# Refusals
-
 LOGITS = torch.ones(6, 20)
 X, W = torch.ones(6, 8), torch.ones(20, 8, requires_grad=True)
 TARGETS = torch.zeros(6, dtype=torch.int64)
@@ -511,9 +503,6 @@ def test_what_is_refused():
         for words, changes in rows:
             with pytest.raises(ValueError, match=f"^{op.__name__}: {words}"):
                 op(**{name: given[name] for name in names} | changes)
-
-
-# Triton
 
 
 def test_targets_out_of_range_are_safe_in_triton(triton_device):

@@ -269,8 +269,6 @@ def test_peaks_of_grids_are_predicted(grids):
 # Products in 8-bit floats: what a GPU's casts and products allocate is what they leave; on a CPU
 # emulation has temporaries of its own. So here they leave codes and outputs of zeros, and
 # everything around them is real.
-
-
 def rounded_rows(x, form, group):
     n, k = x.shape
     return Codes(torch.zeros(n, k, dtype=form), torch.ones(n, -(-k // group)), group)
@@ -314,8 +312,6 @@ def test_peaks_of_8_bit_products_are_predicted(kinds, monkeypatch):
         found.append((workload(**SHAPES[shape], batch=8), s))
     check(found, lambda one, s: measure(one, s, Mesh(device="cpu")))
 
-
-# Pipelines: every stage
 
 MICRO_BATCHES = {"micro_batch_size": 2, "grad_accum_steps": 8}
 PIPELINES = [

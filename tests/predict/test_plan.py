@@ -189,8 +189,6 @@ def test_the_smallest_changes_that_make_something_fit():
 
 
 # Pipelines: what is left out could not win
-
-
 def everything(workload, ways, rates):
     for way, mode in itertools.product(ways, MODES):
         for setup in search.micro_batches(workload, way.change(activation_checkpointing=mode)):
@@ -381,8 +379,6 @@ def test_8_bit_products_pay_where_they_are_large():
 # Every command that is printed is parsed and built, as Trainer.__init__ builds: model, engine and
 # optimizer, on one real rank of a lone mesh. Only the text is made up: its tokenizer has as many
 # tokens as the command's has.
-
-
 SIZES = {"auto": 4096, "chars": 65, "bytes": 256, "gpt2": 50257}
 
 

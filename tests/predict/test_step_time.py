@@ -276,8 +276,6 @@ def test_what_hides():
         assert found.parts["tp"] == pytest.approx(expected)
 
 
-# Offload: what the device waits for
-
 ONE = Setup(zero_stage=2, offload="optimizer", grad_accum_steps=8, accumulate="shard")
 
 

@@ -125,9 +125,6 @@ def test_any_axes_against_brute_force(states, counts, data):
     assert set(placement.reduce_axes) == summed
 
 
-# Runs of global indices
-
-
 CUTS = [
     (Shard(0), (8, 6)),
     (Shard(1), (4, 8)),

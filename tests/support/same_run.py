@@ -285,9 +285,6 @@ def changed(one: Any) -> str:
     return "-".join(n if v is True else f"{n}={v}" for n, v in changed)
 
 
-# Models
-
-
 class ForeignBlock(nn.Module):
     """Plain layers until they are split. Heads share tau, so that each rank has a part of its
     gradient; gate is one per feature."""
@@ -391,9 +388,6 @@ def build(program: Program, seed: int) -> nn.Module:
     for p in frozen if program.frozen else []:
         p.requires_grad_(False)
     return model.to(FLOATS[program.precision])
-
-
-# The loop
 
 
 def samples(layout: Layout) -> int:
@@ -612,9 +606,6 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.clone() for name, p in model.state_dict().items()}
 
 
-# The reference
-
-
 def pairwise(values: list[Tensor]) -> Tensor:
     """((0 + 1) + (2 + 3)) + ...: a binary counter's partial sums, the rest from the right."""
     partial: list[Tensor] = []
@@ -735,9 +726,6 @@ def expected(layout: Layout, program: Program) -> dict[str, Any]:
     stage = min(layout.stage, 1) if not layout.local and not layout.deterministic else 0
     kept = {name: getattr(layout, name) for name in ("dp", "accum", "deterministic")}
     return _expected(Layout(stage=stage, **kept), program, program.precision == "fp64")
-
-
-# Comparison
 
 
 def values_of(program: Program, run: dict[str, Any]) -> dict[Any, Tensor]:
@@ -878,9 +866,6 @@ def same_run(layout: Layout, program: Program, **beside: Any) -> list[dict[str, 
             for name, p in result["parameters"].items():
                 assert torch.equal(p, whole["parameters"][name]), f"rank {rank}: {name}"
     return results
-
-
-# Which pairs are run
 
 
 _UNTOLD = flat(Parallel())

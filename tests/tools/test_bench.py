@@ -56,9 +56,6 @@ def make_bench(tmp_path, name="gelu", **more):
     return Bench(name, "cpu", True, results, clock=CpuClock(), ceilings=ceilings, **more)
 
 
-# The gate
-
-
 def gated(tmp_path, **variants):
     """What becomes of variants of a bias + GELU, by name and direction."""
 
@@ -118,9 +115,6 @@ def test_weights_and_losses_of_another_run_are_refused():
         logs["FSDP2"] = steps.Log(losses=[5.0, loss])
         steps.judge_losses(logs, "DDP")
         assert "losses: expected those of DDP within 0.0001, got" in logs["FSDP2"].refused
-
-
-# Rows
 
 
 def test_a_speed_up_has_the_interval_of_its_median():
@@ -191,8 +185,6 @@ def test_foreign_and_damaged_files_are_refused(tmp_path):
             load(path)
 
 
-# Each runs
-
 # What a machine may lack; torch's flash attention for CPUs has no dropout.
 MISSING = re.compile(r"not installed|No module named|NoLinkError|Ninja|[Cg]\+\+|available kernel")
 QUICKEST = ("embedding", "philox")
@@ -248,9 +240,6 @@ def test_a_commit_that_is_none_is_refused(capsys):
     assert "compare: expected a commit, got no-such-commit; " in capsys.readouterr().err
 
 
-# The door
-
-
 def test_bad_arguments_are_refused_in_one_line(capsys):
     rows = [
         ("nope", "bench: expected one of activation, adamw, "),
@@ -266,9 +255,6 @@ def test_bad_arguments_are_refused_in_one_line(capsys):
         error = capsys.readouterr().err
         assert why in error
         assert error.count("\n") == 1
-
-
-# The report
 
 
 def test_a_table_is_written_between_its_markers_from_the_newest_rows(tmp_path):
@@ -304,9 +290,6 @@ def test_the_committed_tables_are_what_the_results_say():
     assert report.main(["--check"]) == 0
 
 
-# Runs of others
-
-
 def test_the_planner_is_within_a_fifth_of_what_others_reported():
     rows = list(published())
     assert len(rows) == 10 + 8 + 2 + 6
@@ -332,9 +315,6 @@ def test_every_place_that_is_tuned_changes_what_runs(arch, sms):
         if entry.table.name == "attention_configs" and entry.case.size == 64:
             present, *others = entry.configs(arch).values()
             assert launched(entry, present) != launched(entry, others[0]), entry.name
-
-
-# Cells of bench/gpu.sh
 
 
 def test_a_report_becomes_results_and_a_rehearsal_does_not(tmp_path, capsys):

@@ -90,7 +90,6 @@ def test_a_command_of_a_guide_runs(line, folder):
 
 
 # The README: its code runs, its links lead somewhere, its figures are results
-
 README = (ROOT / "README.md").read_text()
 GPUS = README.split("## GPUs")[1].split("\n## ")[0]
 

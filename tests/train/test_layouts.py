@@ -439,8 +439,6 @@ def test_devices_that_fp8_refuses(here, capsys, monkeypatch):
     assert pick_dtype(config, mesh, None) == "bf16"
 
 
-# Averages of the weights
-
 AVERAGED = {**SAME, "save_every": 1, "eval_every": 2, "ema": 0.3}
 
 
@@ -479,8 +477,6 @@ def test_a_run_that_stops_averaging(made):
     made.go_on(out, **without)
     assert bits(out, 4) == bits(made(**without), 4)
 
-
-# Documents in rows
 
 PACKED = {**SAME, "data": "texts", "pack": "documents", "tokenizer": "bpe-300"}
 
@@ -526,8 +522,6 @@ def test_positions_that_are_refused():
     with pytest.raises(ValueError, match=r"positions of idx's shape \[1, 8\], got positions=\[8\]"):
         pipeline_step(model, x, x, positions=torch.arange(8))
 
-
-# Replicas that meet now and then
 
 APART = {**FEW, "max_steps": 6, "eval_every": 6, "save_every": 1}
 EVERY = {"outer_every": 3}
@@ -598,9 +592,6 @@ def test_another_number_of_replicas(here, before, after):
     assert len(losses) == 9
     assert losses[8] < losses[0]
     assert all(bits(f"run/replica_{i}", 9) for i in range(1, after))
-
-
-# States and activations on the host
 
 
 def test_bytes_of_blocks_inputs_on_the_host(here, bus, monkeypatch):
