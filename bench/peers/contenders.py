@@ -61,9 +61,7 @@ VARIANTS: dict[str, Variant] = {
         for wire, transport in (("gloo", "torch"), ("shm", "shm"))
         for split in (True, False)
     },
-    "fastpar ZeRO-2, bf16 both": Variant(
-        "fastpar ZeRO-2", {"wire_gradients": "bf16", "wire_weights": "bf16"}
-    ),
+    "fastpar ZeRO-2, bf16 both": Variant("fastpar ZeRO-2", dict.fromkeys(INT8, "bf16")),
     "fastpar ZeRO-2, int8 both": Variant("fastpar ZeRO-2", INT8),
     "fastpar ZeRO-3, int8 both": Variant("fastpar ZeRO-3", INT8),
     "fastpar ZeRO-0, int8": Variant("fastpar ZeRO-0", {"wire_gradients": "int8"}),

@@ -27,9 +27,7 @@ class Scale(nn.Module):
 
 def test_states_that_contradict_each_other_or_are_of_no_parameter():
     """Tied parameters have the state of either name."""
-    two = (
-        r"parallelize: parameter '1\.scale' has two states, Partial\(\) and Replicate\(\); declare"
-    )
+    two = r"parallelize: parameter '1\.scale' has two states, Partial\(\) and Replicate\(\);"
     none = r"parallelize: Scale declares a state for '1\.shift', which is not a parameter; correct"
 
     def rank():

@@ -206,9 +206,7 @@ def test_every_changed_byte_is_found_by_one_part(made, n_parts, step):
         raw = (folder / name).read_bytes()
         for i in range(0, len(raw), step):
             (folder / name).write_bytes(raw[:i] + bytes([raw[i] ^ 0x10]) + raw[i + 1 :])
-            parts = [
-                find_damage(folder, manifest, part=part, n_parts=n_parts) for part in range(n_parts)
-            ]
+            parts = [find_damage(folder, manifest, part=n, n_parts=n_parts) for n in range(n_parts)]
             found = {d.file for part in parts for d in part}
             assert found == {name}
         (folder / name).write_bytes(raw)

@@ -398,9 +398,7 @@ class Scaler:
      by_norm(1.0, foreach=True), by_value, by_hand, one_alone)]
     + [(unscaled, False), (unscaled, True)],
 )  # fmt: skip
-def test_gradients_that_are_changed_by_hand_are_those_of_one_process(
-    change, overflows, deterministic
-):
+def test_gradients_changed_by_hand_are_those_of_one_process(change, overflows, deterministic):
     def train(model, rank, ranks):
         optimizer = AdamW(model.parameters(), lr=0.05, eps=1e-3)
         norms = []

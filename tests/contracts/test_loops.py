@@ -298,9 +298,7 @@ def test_what_was_told_of_gradients_that_a_module_zeroed():
     """Placeholders say that they were zeroed; of p.grad itself nobody is told."""
     names = thrown_away("zero_model")
     check(names, [(2, {"stage": 3})], within=COUNTED_WITHIN)
-    with pytest.raises(
-        RuntimeError, match=r"p\.grad of .* after count_tokens\(\) or contribute\(\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"p\.grad of .* after count_tokens\(\) or contribute"):
         ranks_of(2, play(names))
 
 

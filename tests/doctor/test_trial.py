@@ -106,9 +106,7 @@ def test_cuda_sample_hides_the_host(monkeypatch):
         ((1.97, 1.97), ("own", "own")),  # as good as equal
     ],
 )
-def test_attention_s_forward_and_backward_are_by_whoever_is_faster(
-    monkeypatch, no_proofs, cpu_ms, serves
-):
+def test_attentions_passes_are_by_whoever_is_faster(monkeypatch, no_proofs, cpu_ms, serves):
     monkeypatch.setattr(trial, "_times", lambda *_: (TIMES | {"cpu": cpu_ms}, {}))
     monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
     proof = doctor.adopt([PLAIN])[PLAIN]

@@ -68,9 +68,7 @@ def test_ranks_of_a_scheduler(environment, rank, size, local, here, address):
     assert others["MASTER_PORT"] == found["MASTER_PORT"]  # the same on all ranks
 
 
-def test_other_environments_stay_and_several_machines_need_the_address_of_the_first(
-    monkeypatch, capsys
-):
+def test_other_environments_stay_and_several_machines_need_the_firsts_address(monkeypatch, capsys):
     for environment in (
         {},
         {name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID")},  # salloc
@@ -122,7 +120,7 @@ def test_a_host_whose_name_is_a_loopback_address(monkeypatch, own, routed, there
 
 
 @pytest.mark.parametrize(
-    ("master", "interface", "expected"),
+    ("master", "interface", "at"),
     [
         ("10.0.0.1", "eth0", "10.0.0.1"),
         ("127.0.1.1", "ib0", "10.9.0.1"),  # Debian: the host's own name
@@ -130,13 +128,11 @@ def test_a_host_whose_name_is_a_loopback_address(monkeypatch, own, routed, there
         ("127.0.1.1", None, "10.0.0.7"),  # what peers know of it by its name
     ],
 )
-def test_where_the_store_is_if_ranks_are_on_several_machines(
-    monkeypatch, master, interface, expected
-):
+def test_where_the_store_is_if_ranks_are_on_several_machines(monkeypatch, master, interface, at):
     there = {"10.0.0.1": "eth0", "10.9.0.1": "ib0"}
     monkeypatch.setattr(comm, "_addresses", lambda: there)
     monkeypatch.setattr(comm, "_resolve", lambda host: [master if host == "m" else "10.0.0.7"])
-    assert host_of_store("m", interface) == ("m" if master == expected else expected)
+    assert host_of_store("m", interface) == ("m" if master == at else at)
 
 
 def test_a_socket_listens_on_one_address(monkeypatch):

@@ -150,9 +150,7 @@ def test_which_one_wins_and_why_others_lose():
     assert winner.time.step_s <= 1.01 * fastest
     # What the trainer refuses is not among them.
     assert "tp to divide the MLP's width, 3072" in search.refused(GPT2, Setup(world_size=5, tp=5))
-    assert "does not divide dp=8" in search.refused(
-        GPT2, Setup(world_size=8, zero_stage=1, shard_size=3)
-    )
+    assert "does not divide dp=8" in search.refused(GPT2, Setup(8, zero_stage=1, shard_size=3))
     assert not any(e.setup.tp > 1 for e in found(world=2, moment_dtype="int8"))
 
 

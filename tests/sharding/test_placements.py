@@ -105,9 +105,7 @@ def test_any_axes_against_brute_force(states, counts, data):
     local = {tuple(at.values()): placement.cut(whole, at) for at in places}
     assert {x.shape for x in local.values()} == {placement.local_shapes(shape)[-1]}
 
-    counted = torch.cat(
-        [local[tuple(at.values())].flatten() for at in places if placement.counts(at)]
-    )
+    counted = torch.cat([local[tuple(x.values())].flatten() for x in places if placement.counts(x)])
     assert sorted(counted[counted > 0].tolist()) == whole.flatten().tolist()
 
     for at in places:

@@ -215,9 +215,7 @@ class Layout:
 class Program:
     """A model, and what a loop does with it."""
 
-    model: str = (
-        "gpt"  # fastpar.GPT; foreign, foreign tied: a plain model; or a key of EXPERTS or BLOCKS
-    )
+    model: str = "gpt"  # fastpar.GPT; foreign, foreign tied: a plain model; or of EXPERTS or BLOCKS
     precision: str = "fp32"
     dropout: bool = False
     clip: bool = False

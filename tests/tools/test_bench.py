@@ -378,9 +378,7 @@ def test_a_late_cell_says_how_far_it_came_and_takes_nothing_from_the_next(tmp_pa
     )
     cells = [
         gpu_cells.Cell("a", come_half_way, 90, "prove"),  # ends with its stage
-        gpu_cells.Cell(
-            "b", lambda: time.sleep(1.5), 1, "large"
-        ),  # from when it starts; twice on CPUs
+        gpu_cells.Cell("b", lambda: time.sleep(1.5), 1, "large"),  # from its start; twice on CPUs
         gpu_cells.Cell("c", come_half_way, 1, "large"),
         gpu_cells.Cell("d", lambda: None, 1, "tune"),
     ]
