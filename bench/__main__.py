@@ -65,9 +65,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.names = args.names or names()
     for name in args.names:
         if name.partition(":")[0] not in names():
-            raise ValueError(
-                f"bench: expected one of {', '.join(names())}, got name={name}; choose one of these"
-            )
+            raise ValueError(f"bench: expected one of {', '.join(names())}, got name={name}")
     if args.commit_results and (args.quick or args.out):
         raise ValueError(
             "bench: expected full shapes and no --out with --commit-results, got "

@@ -175,15 +175,10 @@ def homes() -> dict[str, str]:
     return found
 
 
-def parser_of(
-    name: str, description: str | None, *, device: bool = False
-) -> argparse.ArgumentParser:
+def parser_of(name: str, about: str | None, *, device: bool = False) -> argparse.ArgumentParser:
     """Of a command. device: it runs on a CPU or a GPU."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(f"python -m {name}", description=about, formatter_class=layout)
     if device:
         how = "default: cuda if there is a GPU"
         parser.add_argument("--device", choices=("cpu", "cuda"), help=how)
@@ -197,9 +192,7 @@ def device_of(args: argparse.Namespace, command: str) -> str:
         RuntimeError: a GPU was asked for and there is none.
     """
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError(
-            f"{command}: expected a GPU, got device=cuda without one; use --device cpu"
-        )
+        raise RuntimeError(f"{command}: expected a GPU, got device=cuda; use --device cpu")
     return args.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -221,9 +214,8 @@ def machine(device: str) -> dict[str, Any]:
     }
     if device == "cuda":
         about["gpu"] = torch.cuda.get_device_name()
-        about["driver"] = _output(
-            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"
-        )
+        query = "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"
+        about["driver"] = _output("nvidia-smi", *query)
         about["cuda"] = torch.version.cuda
     return about
 
@@ -297,9 +289,7 @@ def read_rows(path: Path, remedy: str) -> dict[str, Any]:
         ) from None
     schema = stored.get("schema") if isinstance(stored, dict) else None
     if schema != SCHEMA:
-        raise ValueError(
-            f"load: expected schema={SCHEMA}, got schema={schema} in {path.name}; {remedy}"
-        )
+        raise ValueError(f"load: expected schema={SCHEMA}, got {schema=} in {path.name}; {remedy}")
     return stored
 
 

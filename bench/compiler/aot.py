@@ -116,9 +116,7 @@ def archs(module: Any) -> tuple[int, ...]:
     return getattr(module, "AOT_ARCHS", WHOLE)
 
 
-def collect(
-    calls: Sequence[tuple[str, Callable[[], Any]]], archs: Sequence[int] = WHOLE
-) -> list[Job]:
+def collect(calls: Sequence[tuple[str, Callable[[], Any]]], archs: Sequence[int]) -> list[Job]:
     """What these calls launch on each of these architectures."""
     from fastpar.kernels.triton_launch import record
 
@@ -322,9 +320,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     for name in args.modules:
         if name not in modules():
-            raise ValueError(
-                f"aot: expected one of {', '.join(modules())}, got module={name}; choose one"
-            )
+            raise ValueError(f"aot: expected one of {', '.join(modules())}, got module={name}")
     if args.check and (args.modules or args.installed):
         raise ValueError(
             "aot: expected all modules and versions with --check, got "

@@ -31,9 +31,8 @@ class Gpu:
         scheduler = self.registers // 4 // per_warp  # warps that each of the four can hold
         shared = -(-(shared_bytes + self.shared_reserved) // 128) * 128
         in_fours = -(-warps // 4) * 4
-        return min(
-            self.ctas, self.warps // warps, scheduler * 4 // in_fours, self.shared_per_sm // shared
-        )
+        by_registers = scheduler * 4 // in_fours
+        return min(self.ctas, self.warps // warps, by_registers, self.shared_per_sm // shared)
 
 
 GPUS = {

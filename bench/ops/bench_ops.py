@@ -159,9 +159,8 @@ def orthogonalize(bench: Bench) -> Iterator[Case]:
     how["unjudged"] = (theirs,) * wide
     shapes = of_device(bench, [*on_cpu, (1600, 6400)], on_cpu, [(64, 64), (64, 256)])
     for (m, n), many in itertools.product(shapes, (1, 12) if bench.device == "cuda" else (1,)):
-        whole, few = (
-            cases.orthogonal_case(a, b, QUINTIC, many=many) for a, b in ((m, n), (64, 64 * n // m))
-        )
+        sizes = (m, n), (64, 64 * n // m)
+        whole, few = (cases.orthogonal_case(a, b, QUINTIC, many=many) for a, b in sizes)
         each = {name: repeated(call, many) for name, call in others.items()}
         name = f"orthogonalize {'fp32' if wide else 'bf16'} {whole.shape}"
         yield timed(bench, whole, few, each, name=name, **how)
@@ -256,9 +255,8 @@ def plain_norm(bench: Bench, rows: int, C: int, rms: bool, **how: Any) -> Case:
 
 def residual_norm(bench: Bench, rows: int, C: int, p: float, rms: bool, **how: Any) -> Case:
     """With p: Linear's bias, dropout, residual sum and norm; else residual sum and norm."""
-    make = functools.partial(
-        cases.residual_norm, C=C, p=p, device=bench.device, rms=rms, x_bias=p > 0
-    )
+    make = functools.partial(cases.residual_norm, C=C, p=p, device=bench.device, rms=rms)
+    make = functools.partial(make, x_bias=p > 0)
     name = f"{'bias + dropout + ' if p else ''}{make(1).op} N={rows} C={C}"
     how |= {"unjudged": (COMPILED,) if p else ()}  # its mask is another, too
     return at_rows(bench, make, rows, 192 if p else 512, name=name, **how)

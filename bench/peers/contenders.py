@@ -72,12 +72,9 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-def build(
-    title: str, config: GPTConfig, settings: Settings | None = None, *, stock: bool = False
-) -> Contender:
+def build(title: str, config: GPTConfig, settings: Settings, *, stock: bool = False) -> Contender:
     """The contender of that row, on this rank. Ranks: all, with the same arguments. stock: fastpar
     trains stock.py's model too."""
-    settings = settings or Settings()
     for others in (pipeline, tensor_parallel):
         if title in others.WAYS:
             return others.build(title, config, settings)

@@ -329,9 +329,8 @@ def run_model(bench: Bench, name: str) -> None:
 
 def run_gpu(bench: Bench, name: str) -> None:
     """One size at one batch size."""
-    run_pairs(
-        bench, "quick" if bench.quick else name, *((QUICK, 4) if bench.quick else CONFIGS[name])
-    )
+    size = ("quick", QUICK, 4) if bench.quick else (name, *CONFIGS[name])
+    run_pairs(bench, *size)
 
 
 def run_pairs(bench: Bench, name: str, config: GPTConfig, batch_size: int) -> None:
@@ -349,9 +348,8 @@ def run_pairs(bench: Bench, name: str, config: GPTConfig, batch_size: int) -> No
         needed = 2 * BYTES * parameters
         if needed > available_bytes():
             why = f"two variants need {needed / 1e9:.0f} GB of memory"
-            bench.add(
-                *(bench.timed_row(title, "step", n, (), refused=why) for n in ("eager", "fastpar"))
-            )
+            for variant in ("eager", "fastpar"):
+                bench.add(bench.timed_row(title, "step", variant, (), refused=why))
             return
     for base, spec in bases.items():
         specs = {base: spec, "fastpar": replace(eager, kind="fastpar", keep_memory=not on_gpu)}

@@ -169,9 +169,7 @@ def fastpar_rows(layouts: Sequence[Layout] = LAYOUTS) -> list[dict[str, Any]]:
     return rows
 
 
-def _measure(
-    row: dict[str, Any], mode: str, run: Callable[[], list[float]], beside: list[float]
-) -> None:
+def _measure(row: dict[str, Any], mode: str, run: Callable[[], Any], beside: list[float]) -> None:
     """Adds a mode's losses to a row, or why there are none."""
     try:
         row[mode] = {"losses": run(), "beside": beside}

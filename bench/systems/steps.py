@@ -96,9 +96,7 @@ class Rank:
         if trial.ranks > 1:
             initialize(int(os.environ["RANK"]), trial.ranks, torch.device("cpu"), trial.timeout_s)
         if trial.name.startswith("DeepSpeed"):
-            if (
-                trial.linked
-            ):  # it would compile an operator by which ranks of one host skip the link
+            if trial.linked:  # it would compile an operator by which ranks of a host skip the link
                 os.environ["DS_ACCELERATOR"] = "cpu"
                 with contextlib.suppress(ImportError):  # build() says that it is not installed
                     ops = importlib.import_module("deepspeed.ops").__compatible_ops__
@@ -307,9 +305,7 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
                     self.logs[name].refused = str(error)
                     self.close(name)
 
-    def start(
-        self, trials: Mapping[str, Any], reference: Mapping[str, float] | None = None
-    ) -> None:
+    def start(self, trials: Mapping[str, Any], reference: dict[str, float] | None = None) -> None:
         """Start them; reference: what the gate of weights compares with."""
         self.trials |= trials
 

@@ -93,15 +93,14 @@ STORAGE: dict[str, Settings] = {
 }
 
 
+_NO_MOMENTUM = {"outer_lr": 1.0, "outer_momentum": 0.0}
 FORMATS: dict[str, Settings] = {
     "fp32": {},
     "bf16": {"wire_gradients": "bf16"},
     "int8": {"wire_gradients": "int8"},
     "int8, weights too": {"wire_gradients": "int8", "wire_weights": "int8"},
     **{f"DiLoCo, every {n}": {"replicas": 2, "outer_every": n} for n in (10, 50, 200)},
-    "local SGD, every 50": {
-        **{"replicas": 2, "outer_every": 50, "outer_lr": 1.0, "outer_momentum": 0.0}
-    },
+    "local SGD, every 50": {"replicas": 2, "outer_every": 50, **_NO_MOMENTUM},
     "DiLoCo, every 50, momentum 0.5": {"replicas": 2, "outer_every": 50, "outer_momentum": 0.5},
 }
 PRODUCTS: dict[str, Settings] = {
