@@ -89,6 +89,29 @@ void swap(const py::list& uses, const py::sequence& before, const py::sequence& 
   }
 }
 
+// kernels/lists.py have(): many dicts and lists compared in one call.
+bool have(const py::dict& table, const py::list& keys, const py::list& values, const py::list& of,
+          const py::list& names, const py::list& columns) {
+  if (table.size() != keys.size() || keys.size() != values.size()) return false;
+  PyObject *key, *value;
+  Py_ssize_t next = 0;
+  for (size_t i = 0; PyDict_Next(table.ptr(), &next, &key, &value); ++i) {
+    if (keys[i].ptr() != key || values[i].ptr() != value) return false;
+  }
+  for (size_t c = 0; c < names.size(); ++c) {
+    const py::list column = columns[c];
+    if (column.size() != of.size()) return false;
+    for (size_t i = 0; i < of.size(); ++i) {
+      PyObject* const entries = PyList_GET_ITEM(of.ptr(), static_cast<Py_ssize_t>(i));
+      if (!PyDict_Check(entries)) return false;
+      PyObject* const found = PyDict_GetItemWithError(entries, names[c].ptr());
+      if (found == nullptr && PyErr_Occurred()) throw py::error_already_set();
+      if (found != PyList_GET_ITEM(column.ptr(), static_cast<Py_ssize_t>(i))) return false;
+    }
+  }
+  return true;
+}
+
 void bind_ops(py::module_& m) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   m.def("isa", &isa_name);
@@ -98,6 +121,7 @@ void bind_ops(py::module_& m) {
   m.def("set_isa", &set_isa);
   m.def("keep_freed_memory", &keep_freed_memory);
   m.def("swap", &swap);
+  m.def("have", &have);
   m.def(
       "gemm",
       [](const View& a, const View& b, const View& c, bool accumulate, const Memory& bias,

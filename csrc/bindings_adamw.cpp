@@ -19,21 +19,21 @@ struct Columns {
   const Listed* counters = nullptr;  // of steps, on the host
   int64_t n = 0;
 
-  // The rows of all lists that are given, one after another, of gradients last; bit c says that
-  // column c is.
-  Columns(const Rows& rows, int given, bool counted) {
-    int count = counted;
-    for (int c = 0; c < kColumns; ++c) count += given >> c & 1;
-    FASTPAR_CHECK((given & 15) == 15 && rows.size % count == 0,
-                  "adamw_step: expected lists of equal length, got ", rows.size, " tensors in ",
-                  count, " lists; use kernels/adamw.py");
-    n = static_cast<int64_t>(rows.size) / count;
-    const Listed* next = rows.begin();
-    for (const int c : {kParam, kExpAvg, kExpAvgSq, kMax, kMaster, kScale, kScaleSq}) {
+  // used: parameters, then gradients; kept: the rows of all lists of states that are given, one
+  // after another, then counters; bit c says that column c is given.
+  Columns(const Rows& used, const Rows& kept, int given, bool counted) {
+    n = static_cast<int64_t>(used.size) / 2;
+    of[kParam] = used.begin();
+    of[kGrad] = used.begin() + n;
+    const Listed* next = kept.begin();
+    for (int c = kExpAvg; c < kColumns; ++c) {
       if (given >> c & 1) of[c] = next, next += n;
     }
     if (counted) counters = next, next += n;
-    of[kGrad] = next;
+    FASTPAR_CHECK((given & 15) == 15 && used.size % 2 == 0 && next == kept.end(),
+                  "adamw_step: expected lists of equal length, got ", used.size,
+                  " parameters and gradients and ", kept.size,
+                  " tensors of states; use kernels/adamw.py");
   }
 
   // Of all tensors of a column, Type::other if they differ.
@@ -243,7 +243,7 @@ int64_t run_cuda(const AdamwCall& call, const AdamwModes& modes, Address stream)
 // The number of launches; None, and no step was made, for lists that kernels/adamw.py has to look
 // at.
 template <auto Run, class Where>
-std::optional<int64_t> step(const Rows& rows, int given, bool counted,
+std::optional<int64_t> step(const Rows& used, const Rows& kept, int given, bool counted,
                             const std::vector<int64_t>& hyper_index,
                             const std::vector<int64_t>& first_indices,
                             const std::vector<double>& hypers,
@@ -251,7 +251,7 @@ std::optional<int64_t> step(const Rows& rows, int given, bool counted,
                             const std::vector<int64_t>& hyper_slots, bool maximize, bool zero_grad,
                             const Memory& grad_scale, const Memory& found_inf,
                             std::optional<uint64_t> seed, Where where) {
-  const Columns columns(rows, given, counted);
+  const Columns columns(used, kept, given, counted);
   auto modes = modes_of(columns, seed.has_value());
   const bool on_host = columns.n == 0 || columns.of[kParam]->device == 0;
   if (!modes || !columns.counts() || (counted && found_inf && !on_host)) return {};
@@ -270,8 +270,8 @@ std::optional<int64_t> step(const Rows& rows, int given, bool counted,
 }
 
 // Whether step() takes such lists.
-bool fits(const Rows& rows, int given, bool stochastic) {
-  return modes_of(Columns(rows, given, false), stochastic).has_value();
+bool fits(const Rows& used, const Rows& kept, int given, bool stochastic) {
+  return modes_of(Columns(used, kept, given, false), stochastic).has_value();
 }
 
 }  // namespace

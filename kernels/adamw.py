@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fastpar.kernels import _C, backend, choice
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
-from fastpar.kernels.lists import goes_at_once, rows_of
+from fastpar.kernels.lists import Kept, goes_at_once, rows_of
 from fastpar.kernels.op import check_scalar, define_op
 
 MOMENT_BLOCK = 256
@@ -377,31 +377,38 @@ def _given(columns: list[list[Tensor]]) -> int:
 def _fits(columns: list[list[Tensor]], stochastic: bool) -> bool:
     """Whether _step_compiled makes the step of these lists."""
     params, grads, *states = columns
-    rows = rows_of([*params, *itertools.chain(*states), *grads])
-    return _C.adamw_fits(rows, _given(columns), stochastic)
+    used, kept = rows_of([*params, *grads]), rows_of([*itertools.chain(*states)])
+    return _C.adamw_fits(used, kept, _given(columns), stochastic)
 
 
 def _step_compiled(
-    on_cuda: bool, columns: list[list[Tensor]], counters: list[Tensor], grad_scale: Tensor | None,
-    found_inf: Tensor | None, hyper_index: list[int], first_indices: list[int],
-    hypers: list[float], hyper_tensors: list[Tensor], hyper_slots: list[int], maximize: bool,
-    zero_grad: bool, seed: int | None, threads: int,
-) -> bool:  # fmt: skip
+    on_cuda: bool, columns: list[list[Tensor]], zero_grad: bool, *how: Any, threads: int = 0
+) -> bool:
     """Whether the step was made: not of lists with several dtypes or devices, with gradients in
     another memory order, or that check_one refuses."""
     params, grads, *states = columns
-    written = [*params, *itertools.chain(*states), *counters]
-    rows = rows_of([*written, *grads], len(written) + zero_grad * len(grads))
+    kept = [*itertools.chain(*states)]
+    used = rows_of([*params, *grads], len(params) * (2 if zero_grad else 1))
+    lists = used, rows_of(kept, len(kept)), _given(columns), False
+    return _launch(on_cuda, params[0], lists, zero_grad, *how, threads=threads)
+
+
+def _launch(
+    on_cuda: bool, like: Tensor, lists: tuple[Tensor, Tensor, int, bool], zero_grad: bool,
+    hyper_index: list[int], first_indices: list[int], hypers: list[float],
+    hyper_tensors: list[Tensor], hyper_slots: list[int], maximize: bool,
+    grad_scale: Tensor | None, found_inf: Tensor | None, seed: int | None, *, threads: int = 0,
+) -> bool:  # fmt: skip
+    """lists: rows of parameters and gradients, rows of states and counters, the lists that are
+    given, whether there are counters."""
     call = (
-        rows, _given(columns), bool(counters),
-        hyper_index, first_indices, hypers, hyper_tensors, hyper_slots, maximize, zero_grad,
-        grad_scale, found_inf, seed,
+        *lists, hyper_index, first_indices, hypers, hyper_tensors, hyper_slots, maximize,
+        zero_grad, grad_scale, found_inf, seed,
     )  # fmt: skip
     if not on_cuda:
         return _C.adamw_step(*call, threads or torch.get_num_threads()) is not None
-    with torch.cuda.device_of(params[0]):
-        stream = backend.cuda_stream(params[0])
-        return backend.cuda_kernels.adamw_step_cuda(*call, stream) is not None
+    with torch.cuda.device_of(like):
+        return backend.cuda_kernels.adamw_step_cuda(*call, backend.cuda_stream(like)) is not None
 
 
 def _step_torch(
@@ -483,9 +490,9 @@ def _run(
         return
     ordered = [in_order(g, p) for p, g in zip(params, grads)]
     done = _step_compiled(
-        on_cuda, [params, ordered, *columns[2:]], [], grad_scale, found_inf, hyper_index,
-        first_indices, *numbers, maximize, zero_grad, seed, threads,
-    )  # fmt: skip
+        on_cuda, [params, ordered, *columns[2:]], zero_grad, hyper_index, first_indices, *numbers,
+        maximize, grad_scale, found_inf, seed, threads=threads,
+    )
     assert done, "adamw_step_: the compiled kernel does not take lists that check_one takes"
     if zero_grad:
         for grad, used in zip(grads, ordered):
@@ -604,9 +611,9 @@ def adamw_step_(
         numbers = flatten_hypers(hypers, params[0].device)
         server = _server(params[0], numbers[1])
         if server is not None and _step_compiled(
-            server, columns, [], grad_scale, found_inf, indices, firsts, *numbers, maximize,
-            zero_grad, seed if stochastic else None, threads,
-        ):  # fmt: skip
+            server, columns, zero_grad, indices, firsts, *numbers, maximize, *scalars,
+            seed if stochastic else None, threads=threads,
+        ):
             return
     full = [column or [None] * n for column in columns]
     groups: dict[tuple, list[int]] = {}
@@ -631,19 +638,41 @@ def adamw_step_(
         _call(part, *scalars, *places, *numbers, maximize, zero_grad, seed, threads)
 
 
-def step_counted(
-    columns: list[list[Tensor]], counters: list[Tensor], hypers: Sequence[Hyper],
-    hyper_index: list[int], first_indices: list[int], grad_scale: Tensor | None,
-    found_inf: Tensor | None, maximize: bool, zero_grad: bool, seed: int | None,
-) -> bool:  # fmt: skip
-    """adamw_step_ of whole lists, [] for those that are not given, that reads its steps from the
-    counters on the host, and counts if it steps. False, and nothing was done: not for all lists."""
-    if not _is_direct(columns):
-        return False
-    check_scalars(grad_scale, found_inf, columns[0][0].device)
-    numbers = flatten_hypers(hypers, columns[0][0].device)
-    server = _server(columns[0][0], [])
-    return server is not None and _step_compiled(
-        server, columns, counters, grad_scale, found_inf, hyper_index, first_indices, *numbers,
-        maximize, zero_grad, seed, 0,
-    )  # fmt: skip
+class CountedSteps:
+    """Steps of the same parameters that read their numbers from counters on the host, and count.
+
+    Args:
+        columns: the lists of adamw_step_ from exp_avgs on, in the order of the op; [] for those
+            that are not given.
+        counters: of steps, fp32 or fp64 [].
+        hyper_index, first_indices: as in adamw_step_.
+    """
+
+    def __init__(
+        self, columns: list[list[Tensor]], counters: list[Tensor], hyper_index: list[int],
+        first_indices: list[int],
+    ) -> None:  # fmt: skip
+        self.places = hyper_index, first_indices
+        self._given = 3 | _given(columns) << 2
+        self._kept = Kept([*itertools.chain(*columns), *counters])
+
+    def step(
+        self, used: Tensor, like: Tensor, hypers: Sequence[Hyper], grad_scale: Tensor | None,
+        found_inf: Tensor | None, maximize: bool, zero_grad: bool, seed: int | None,
+    ) -> bool:  # fmt: skip
+        """One step; False, and nothing was done: adamw_step_ has to look at the lists.
+
+        Args:
+            used: rows of the parameters, which will be written, and of the gradients.
+            like: one of the parameters.
+        """
+        if torch.autograd._profiler_enabled():  # which sees the op
+            return False
+        check_scalars(grad_scale, found_inf, like.device)
+        server = _server(like, [])
+        if server is None:
+            return False
+        lists = used, self._kept.rows(), self._given, True
+        numbers = flatten_hypers(hypers, like.device)
+        how = *self.places, *numbers, maximize, grad_scale, found_inf, seed
+        return _launch(server, like, lists, zero_grad, *how)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
-from fastpar.kernels.lists import are_usual, rows_of
+from fastpar.kernels.lists import are_usual, goes_at_once, rows_of
 from fastpar.kernels.op import check_scalar, define_op
 
 # As in csrc/norm_math.h.
@@ -36,12 +36,11 @@ class GlobalNorm(NamedTuple):
     found_inf: Tensor
 
 
-def _partials(tensors: list[Tensor], counted: list[bool]) -> tuple[Tensor, int]:
-    """CUDA's rows of bins, and how many of them are filled."""
-    kernels, first = backend.cuda_kernels, tensors[0]
-    rows = first.new_empty(kernels.norm_rows_cuda(len(tensors)), NORM_WORDS, dtype=torch.int64)
-    filled = kernels.norm_partials_cuda(rows_of(tensors), counted, rows, backend.cuda_stream(first))
-    return rows, filled
+def _partials(rows: Tensor, counted: Sequence[bool], like: Tensor) -> tuple[Tensor, int]:
+    """CUDA's bins of parts of the tensors of these rows, and how many of them are filled."""
+    kernels = backend.cuda_kernels
+    bins = like.new_empty(kernels.norm_rows_cuda(len(rows)), NORM_WORDS, dtype=torch.int64)
+    return bins, kernels.norm_partials_cuda(rows, counted, bins, backend.cuda_stream(like))
 
 
 def _finish(
@@ -99,18 +98,27 @@ def _composed_result(
     return torch.stack([norm, (factor / scale).float(), (~norm.isfinite()).float()])
 
 
-def _norm_bins(tensors: list[Tensor], counted: list[bool]) -> Tensor:
-    first = tensors[0]
-    if use_cuda("norm_bins", first):
-        bins = torch.empty(NORM_WORDS, dtype=torch.int64, device=first.device)
-        with torch.cuda.device_of(first):
-            _finish(*_partials(tensors, counted), (-1.0, 0.0, 1.0), None, bins, None)
+def _bins_of(rows: Tensor, counted: Sequence[bool], like: Tensor) -> Tensor:
+    """The bins of usual tensors; counted: [] counts all; like: one of them."""
+    if use_cuda("norm_bins", like):
+        bins = torch.empty(NORM_WORDS, dtype=torch.int64, device=like.device)
+        with torch.cuda.device_of(like):
+            _finish(*_partials(rows, counted, like), (-1.0, 0.0, 1.0), None, bins, None)
         return bins
-    if not use_cpp("norm_bins", first):
-        return _composed_bins(tensors, counted)
     bins = torch.zeros(NORM_WORDS, dtype=torch.int64, device="cpu")
-    _C.norm_bins(rows_of(tensors), counted, bins, torch.get_num_threads())
+    _C.norm_bins(rows, counted, bins, torch.get_num_threads())
     return bins
+
+
+def _is_compiled(op: str, like: Tensor) -> bool:
+    """Whether a compiled kernel serves tensors like this."""
+    return use_cuda(op, like) or use_cpp(op, like)
+
+
+def _norm_bins(tensors: list[Tensor], counted: list[bool]) -> Tensor:
+    if not _is_compiled("norm_bins", tensors[0]):
+        return _composed_bins(tensors, counted)
+    return _bins_of(rows_of(tensors), counted, tensors[0])
 
 
 def _norm_from_bins(
@@ -129,17 +137,25 @@ def _norm_from_bins(
     return result
 
 
+def _norm_of(rows: Tensor, counted: Sequence[bool], like: Tensor, clip: tuple) -> Tensor:
+    """global_norm of usual tensors."""
+    if not use_cuda("global_norm", like):
+        return _norm_from_bins(_bins_of(rows, counted, like), *clip)
+    result = torch.empty(3, dtype=torch.float32, device=like.device)
+    with torch.cuda.device_of(like):
+        *numbers, loss_scale_at = clip
+        _finish(*_partials(rows, counted, like), tuple(numbers), loss_scale_at, None, result)
+    return result
+
+
 def _global_norm(
     tensors: list[Tensor], counted: list[bool], max_norm: float, eps: float, loss_scale: float,
     loss_scale_at: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    clip = (max_norm, eps, loss_scale)
-    if not use_cuda("global_norm", tensors[0]):
-        return _norm_from_bins(_norm_bins(tensors, counted), *clip, loss_scale_at)
-    result = torch.empty(3, dtype=torch.float32, device=tensors[0].device)
-    with torch.cuda.device_of(tensors[0]):
-        _finish(*_partials(tensors, counted), clip, loss_scale_at, None, result)
-    return result
+    clip = max_norm, eps, loss_scale, loss_scale_at
+    if _is_compiled("norm_bins", tensors[0]):
+        return _norm_of(rows_of(tensors), counted, tensors[0], clip)
+    return _norm_from_bins(_norm_bins(tensors, counted), *clip)
 
 
 _norm_bins_op = define_op(
@@ -164,8 +180,6 @@ def _checked(
     op: str, tensors: Sequence[Tensor], counted: Sequence[bool] | None
 ) -> tuple[list[Tensor], list[bool]]:
     counted = [True] * len(tensors) if counted is None else [bool(c) for c in counted]
-    if len(counted) == len(tensors) and are_usual(tensors):
-        return list(tensors), counted
     if len(counted) != len(tensors):
         raise ValueError(
             f"{op}: expected one entry of counted for each tensor, got {len(counted)} for "
@@ -188,6 +202,16 @@ def _checked(
             )
     tensors = [t.float() if t.dtype == torch.float64 else t for t in tensors]
     return [t.resolve_neg().contiguous() for t in tensors], counted
+
+
+def _rows_at_once(tensors: Sequence[Tensor], counted: Sequence[bool] | None) -> Tensor | None:
+    """The rows of usual tensors that a compiled kernel takes past the dispatcher, which no tool
+    then sees; None: a call goes through the op."""
+    if not tensors or len(counted or tensors) != len(tensors) or torch.autograd._profiler_enabled():
+        return None
+    rows = rows_of(tensors) if goes_at_once(tensors) else None
+    usual = rows is not None and are_usual(rows) and _is_compiled("norm_bins", tensors[0])
+    return rows if usual else None
 
 
 def _clip(
@@ -243,13 +267,27 @@ def global_norm(
     Oracle: fastpar.kernels.reference.global_norm_ref
     Source: the binned sum of Demmel, Nguyen 2015, 10.1109/TC.2014.2345391, with integer bins
     """
-    lists = _checked("global_norm", tensors, counted)
     device = tensors[0].device if tensors else torch.device("cpu")
     clip = _clip("global_norm", max_norm, loss_scale, eps, device)
+    rows = _rows_at_once(tensors, counted)
+    if rows is not None:
+        return GlobalNorm(*_norm_of(rows, [*map(bool, counted or ())], tensors[0], clip).unbind())
+    lists = _checked("global_norm", tensors, counted)
     if not tensors:
         bins = torch.zeros(NORM_WORDS, dtype=torch.int64, device="cpu")
         return GlobalNorm(*_norm_from_bins_op(bins, *clip).unbind())
     return GlobalNorm(*_global_norm_op(*lists, *clip).unbind())
+
+
+def norm_of_rows(
+    rows: Tensor, like: Tensor, *, max_norm: float | None, loss_scale: float | Tensor | None
+) -> GlobalNorm | None:
+    """global_norm of the tensors of usual rows, like one of them, for a caller that has read
+    them. None: global_norm has to see them."""
+    if torch.autograd._profiler_enabled() or not _is_compiled("norm_bins", like):
+        return None
+    clip = _clip("global_norm", max_norm, loss_scale, 1e-6, like.device)
+    return GlobalNorm(*_norm_of(rows, (), like, clip).unbind())
 
 
 @torch.no_grad()
@@ -269,13 +307,16 @@ def norm_bins(
     Deterministic: single words may depend on the division, norm_from_bins's result does not.
     Oracle: fastpar.kernels.reference.global_norm_ref
     """
-    lists = _checked("norm_bins", tensors, counted)
     device = tensors[0].device if tensors else torch.device("cpu")
     if out is not None:
         check_bins("norm_bins", out, device if tensors else out.device)
     if not tensors:
         return torch.zeros(NORM_WORDS, dtype=torch.int64, device="cpu") if out is None else out
-    bins = _norm_bins_op(*lists)
+    rows = _rows_at_once(tensors, counted)
+    if rows is not None:
+        bins = _bins_of(rows, [*map(bool, counted or ())], tensors[0])
+    else:
+        bins = _norm_bins_op(*_checked("norm_bins", tensors, counted))
     return bins if out is None else out.add_(bins)
 
 

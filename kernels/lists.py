@@ -26,9 +26,30 @@ def goes_at_once(tensors: Iterable[Tensor]) -> bool:
     return _C is not None and goes_straight(()) and {*map(type, tensors)} <= _PLAIN
 
 
-def are_usual(tensors: Sequence[Tensor]) -> bool:
-    """Whether an eager call finds contiguous fp32, bf16 or fp16 of one device in memory."""
-    return goes_at_once(tensors) and _C.are_usual(rows_of(tensors))
+def are_usual(rows: Tensor) -> bool:
+    """Whether rows are of contiguous fp32, bf16 or fp16 of one device in memory."""
+    return _C.are_usual(rows)
+
+
+class Kept:
+    """Tensors that a caller keeps, whose rows are read again and again: parts of the state of an
+    optimizer. Nothing that Python's garbage collector should see may hang on them."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._held: Any = torch.classes.fastpar.Kept(tensors)
+
+    def rows(self) -> Tensor:
+        """rows_of() them; all will be written."""
+        return self._held.written_rows()
+
+
+def have(
+    table: dict[Any, dict[str, Any]], keys: list[Any], values: list[dict[str, Any]],
+    of: list[dict[str, Any]], names: list[str], columns: list[list[Any]],
+) -> bool:  # fmt: skip
+    """Whether a table has these keys and values in this order, and each of the dicts `of` has its
+    object of a column under the column's name. All are compared as objects."""
+    return _C.have(table, keys, values, of, names, columns)
 
 
 def are_at(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:

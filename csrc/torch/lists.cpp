@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "node.h"
+#include <torch/custom_class.h>
 
 namespace fastpar::lists {
 namespace {
@@ -41,7 +42,7 @@ Listed read(const Tensor& x) {
   if (!found.in_memory) return found;
   found.address = reinterpret_cast<std::uintptr_t>(x.const_data_ptr());
   found.contiguous = x.is_contiguous();
-  found.dense = x.is_non_overlapping_and_dense();
+  found.dense = found.contiguous || x.is_non_overlapping_and_dense();
   found.shape = hash_of(x.sizes());
   found.strides = hash_of(x.strides());
   return found;
@@ -59,6 +60,15 @@ Tensor rows(at::TensorList tensors, int64_t written) {
   }
   return table;
 }
+
+// Tensors whose rows are read again and again. They are only held: nothing that Python's garbage
+// collector should see may hang on them.
+struct Kept : torch::CustomClassHolder {
+  explicit Kept(std::vector<Tensor> of) : tensors(std::move(of)) {}
+  Tensor written_rows() const { return rows(tensors, static_cast<int64_t>(tensors.size())); }
+
+  const std::vector<Tensor> tensors;
+};
 
 // Whether each tensor of a is the same memory as that of b, as the same dtype and layout.
 bool are_at(at::TensorList a, at::TensorList b) {
@@ -100,6 +110,11 @@ void copy_into(const Tensor& flat, at::IntArrayRef starts, at::TensorList from) 
 }  // namespace fastpar::lists
 
 TORCH_LIBRARY_FRAGMENT(fastpar, m) {
+  m.class_<fastpar::lists::Kept>("Kept")
+      .def(torch::init<std::vector<at::Tensor>>())
+      .def("written_rows", [](const c10::intrusive_ptr<fastpar::lists::Kept>& kept) {
+        return kept->written_rows();
+      });
   m.def("_rows(Tensor[] tensors, int written) -> Tensor", &fastpar::lists::rows);
   m.def("_are_at(Tensor[] a, Tensor[] b) -> bool", &fastpar::lists::are_at);
   m.def("_copy_into_(Tensor(a!) flat, int[] starts, Tensor[] from) -> ()",

@@ -79,6 +79,7 @@ class Shards:
         self._parameters = [module._parameters for module in model.modules()]
         self._checked: list[int] | None = None  # the modules and parameters that check() accepted
         self._norms: tuple[float, list[Tensor]] | None = None  # of the gradients, in grad_norms()
+        self._order: tuple[list[Tensor], list[int]] | None = None  # see columns()
         # Inside of gathered(): the buckets to free at its end.
         self._unused: set[BucketState] | None = None
 
@@ -241,6 +242,11 @@ class Shards:
         """Whether gradients are kept in another dtype than their parameters."""
         return any(bucket.grad_dtype != bucket.spec.dtype for bucket in self.buckets)
 
+    @property
+    def counts_all(self) -> bool:
+        """Whether counts() is true of every parameter."""
+        return self.stages is None and self.declared is None
+
     def counts(self, p: Tensor) -> bool:
         """Whether this rank's piece of p counts in sums over the whole model."""
         if self.stages is not None and self.stages.is_second_copy(p):
@@ -320,6 +326,17 @@ class Shards:
             bucket.storage.await_weights(bucket)
             pieces.update(zip(bucket.params, bucket.all_pieces()))
         return pieces
+
+    def columns(self, params: list[Tensor]) -> tuple[Sequence[Any], ...]:
+        """The fields of piece() of these parameters, a sequence each."""
+        pieces: list[Piece] = []
+        for bucket in self.buckets:
+            bucket.storage.await_weights(bucket)
+            pieces += bucket.all_pieces()
+        if self._order is None or self._order[0] is not params:
+            numbers = {p: i for i, p in enumerate(p for b in self.buckets for p in b.params)}
+            self._order = params, [numbers[p] for p in params]
+        return tuple(zip(*map(pieces.__getitem__, self._order[1])))
 
     def _reduced(self, params: Iterable[Tensor]) -> list[Tensor]:
         """This rank's pieces of reduced gradients."""

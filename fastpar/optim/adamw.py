@@ -30,7 +30,8 @@ from torch import Tensor
 
 from fastpar.comm.collectives import capturing
 from fastpar.engine.engine import engine_of_parameter
-from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_, step_counted
+from fastpar.kernels.adamw import MOMENT_BLOCK, CountedSteps, Hyper, adamw_step_
+from fastpar.kernels.lists import goes_at_once, have
 from fastpar.optim.base import (
     EngineOptimizer,
     Row,
@@ -61,16 +62,16 @@ class _Plan(NamedTuple):
     """What a step may repeat while parameters, states and groups are the same objects."""
 
     params: Sequence[Tensor]
-    groups: list[int]
-    positions: list[int]
+    groups: Sequence[int]
+    positions: Sequence[int]
     used: list[int]  # the groups, each once
-    hyper_index: list[int]  # each row's place in them
     kinds: list[tuple[bool, bool, bool]]  # theirs
     keys: list[Any]  # of the optimizer's state
     values: list[Any]
     states: list[dict[str, Any]]  # of the rows
-    names: list[str | None]  # the entry in each of the kernel's lists
-    firsts: list[int]
+    names: list[str]  # of entries
+    entries: list[list[Tensor]]  # of each name, those of the rows
+    steps: CountedSteps
 
 
 class AdamW(EngineOptimizer):
@@ -254,16 +255,22 @@ class AdamW(EngineOptimizer):
         groups, dtype = [self.param_groups[i] for i in used], rows.pieces[0].dtype
         if any(g["capturable"] for g in groups) or any(p.dtype != dtype for p in rows.pieces):
             return None  # counters on the device, masters of some
-        amsgrad = groups[0]["amsgrad"]
-        names = [None, None, *map(self.storage.moment_entry, moment_names(amsgrad))]
-        names += [None] * (not amsgrad) + [master_entry(dtype, self.master_weights)]
+        names = [*map(self.storage.moment_entry, moment_names(amsgrad=False))]
+        names += ["max_exp_avg_sq" if groups[0]["amsgrad"] else None]
+        names += [master_entry(dtype, self.master_weights)]
         scales = self.storage.moment_dtype == torch.uint8
         names += ["exp_avg_scale", "exp_avg_sq_scale"] if scales else [None, None]
+        states = [self.state[p] for p in rows.params]
+        columns = [[s[n] for s in states] if n else [] for n in names]
+        counters = [s["step"] for s in states]
+        if not goes_at_once(itertools.chain(*columns, counters)):
+            return None
         firsts = self._first_indices(rows) if self.storage.random else []
+        places = [used.index(i) for i in rows.groups], firsts
         return _Plan(
-            rows.params, [*rows.groups], [*rows.positions], used,
-            [used.index(i) for i in rows.groups], self._kinds(used), [*self.state],
-            [*self.state.values()], [self.state[p] for p in rows.params], names, firsts,
+            rows.params, rows.groups, rows.positions, used, self._kinds(used), [*self.state],
+            [*self.state.values()], states, [*filter(None, names), "step"],
+            [*filter(None, columns), counters], CountedSteps(columns, counters, *places),
         )  # fmt: skip
 
     def _kinds(self, used: list[int]) -> list[tuple[bool, bool, bool]]:
@@ -277,14 +284,14 @@ class AdamW(EngineOptimizer):
         if (
             plan is None
             or not _same(rows.params, plan.params)
-            or ([*rows.groups], [*rows.positions]) != (plan.groups, plan.positions)
+            or (rows.groups, rows.positions) != (plan.groups, plan.positions)
             or plan.kinds != self._kinds(plan.used)
-            or not (_same([*self.state], plan.keys) and _same([*self.state.values()], plan.values))
+            or not have(self.state, *plan[5:10])
         ):
             return False
-        device = rows.pieces[0].device
-        on_other = [t.device != device for t in (factor, found_inf) if t is not None]
-        if any(on_other) or (found_inf is not None and device.type != "cpu"):
+        like = rows.pieces[0]
+        on_other = [t.device != like.device for t in (factor, found_inf) if t is not None]
+        if any(on_other) or (found_inf is not None and like.device.type != "cpu"):
             return False
         hypers: list[Hyper] = []
         for i in plan.used:
@@ -293,15 +300,10 @@ class AdamW(EngineOptimizer):
             if any(isinstance(value, Tensor) for value in values):
                 return False
             hypers.append(Hyper._make((*values, 1.0)))
-        try:
-            lists = [[s[n] for s in plan.states] if n else [] for n in plan.names]
-            steps = [s["step"] for s in plan.states]
-        except KeyError:
-            return False
-        lists[:2] = [*rows.pieces], [*rows.grads]
-        seed = self.seed if self.storage.random else None
-        how = factor, found_inf, plan.kinds[0][0], self.zero_grad_in_step, seed
-        return step_counted(lists, steps, hypers, plan.hyper_index, plan.firsts, *how)
+        zeroes, seed = self.zero_grad_in_step, self.seed if self.storage.random else None
+        table = rows.table(zero_grad=zeroes)
+        how = hypers, factor, found_inf, plan.kinds[0][0], zeroes, seed
+        return table is not None and plan.steps.step(table, like, *how)
 
     def prepare(self, rows: list[Row], factor: Tensor | None) -> list[Callable[[], object]]:
         """The kernel calls of a step with the present options, for another thread.

@@ -40,7 +40,9 @@ from fastpar.kernels.global_norm import (
     global_norm,
     norm_bins,
     norm_from_bins,
+    norm_of_rows,
 )
+from fastpar.kernels.lists import are_usual, goes_at_once, rows_of
 from fastpar.optim.state import (
     add_master,
     cut_entry,
@@ -194,9 +196,6 @@ def scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
     return value.to(device, torch.float32).reshape(())
 
 
-_layout = operator.attrgetter("layout")
-
-
 def check_host(optimizer: Any, engine: Any) -> None:
     """Refuse an optimizer that cannot step on the host if the engine offloads its state."""
     if engine is not None and engine.shards.storage.steps_later and not optimizer.steps_on_host:
@@ -251,6 +250,22 @@ class Rows:
     def __init__(self, columns: Sequence[Sequence[Any]]) -> None:
         self._columns = columns
         self.params, self.pieces, self.grads, self.groups, self.positions, *_ = columns
+        self.owners = columns[-1]
+        self._read: Tensor | None = None
+
+    def table(self, *, zero_grad: bool = False) -> Tensor | None:
+        """rows_of() the pieces, which will be written, then of the gradients, which zero_grad
+        writes too. None: this is no eager call on plain tensors."""
+        both, n = [*self.pieces, *self.grads], len(self)
+        if self._read is None and n and goes_at_once(both):
+            self._read = rows_of(both, 2 * n if zero_grad else n)
+        return self._read
+
+    def usual_grads(self, *, zero_grad: bool = False) -> Tensor | None:
+        """The rows of the gradients, if they are usual."""
+        table = self.table(zero_grad=zero_grad)
+        rows = None if table is None else table[len(self) :]
+        return rows if rows is not None and are_usual(rows) else None
 
     @classmethod
     def of(cls, rows: Rows | Iterable[Row]) -> Rows:
@@ -294,6 +309,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     steps_engines = True  # see fastpar/engine/absent.py
     steps_on_host = False  # True: prepare() returns its kernel calls; see fastpar/axes/offload.py
     master_weights: bool | str = False
+    zero_grad_in_step = False
     grad_scale: float | Tensor = 1.0
     found_inf: Tensor | None = None
     grad_norm: Tensor | None = None
@@ -420,11 +436,12 @@ class EngineOptimizer(torch.optim.Optimizer):
             self._refuse_scaler(engines)
         for engine in engines:
             engine.before_step(self)
-        measures = self._scaled or self.max_grad_norm is not None
         n = len(params)
         pieces, starts = params, [0] * n
         if all(e.shards.are_stepped_in_place() for e in engines):
             grads = [p.grad for p in params]
+        elif len(engines) == 1 and None not in owners:
+            pieces, grads, starts = engines[0].shards.columns(params)
         else:
             of = {e: e.shards.pieces() for e in engines}
             each = [(p, p.grad, 0) if e is None else of[e][p] for p, e in zip(params, owners)]
@@ -432,23 +449,17 @@ class EngineOptimizer(torch.optim.Optimizer):
         rows = Rows((params, pieces, grads, groups, range(n), starts, owners))
         if any(map(operator.is_, grads, itertools.repeat(None))):
             rows = Rows.of(row for row in rows if row.grad is not None)
-        strange = {*map(_layout, rows.grads)} - {torch.strided}
-        if strange:
-            raise RuntimeError(
-                f"{type(self).__name__}.step: expected dense gradients, got layout="
-                f"{strange.pop()}; build the embedding with sparse=False"
-            )
-        if not engines:
-            return engines, rows, *self._factor(rows, [], engines)
-        owned: dict[int, list[tuple[Tensor, bool]]] = {id(e): [] for e in engines}
-        if measures and any(e.shares for e in engines):
-            for row in rows:
-                if row.engine is not None and row.engine.shares and row.grad.numel():
-                    owned[id(row.engine)].append((row.grad, row.engine.shards.counts(row.param)))
-        bins = [self._exchange(e, owned[id(e)] if measures else None) for e in engines]
+        if rows.usual_grads(zero_grad=self.zero_grad_in_step) is None:
+            for grad in rows.grads:
+                if grad.layout != torch.strided:
+                    raise RuntimeError(
+                        f"{type(self).__name__}.step: expected dense gradients, got layout="
+                        f"{grad.layout}; build the embedding with sparse=False"
+                    )
+        measures = self._scaled or self.max_grad_norm is not None
+        bins = [self._exchange(e, rows if measures else None) for e in engines]
         for engine in engines:
-            without = engine.without_grad()
-            if without:
+            if without := engine.without_grad():
                 rows = Rows.of(row for row in rows if row.param not in without)
         factor, found_inf = self._factor(rows, [b for b in bins if b is not None], engines)
         return engines, rows, factor, found_inf
@@ -491,12 +502,12 @@ class EngineOptimizer(torch.optim.Optimizer):
                 "DynamicLossScale"
             )
 
-    def _exchange(self, engine: Engine, grads: list[tuple[Tensor, bool]] | None) -> Tensor | None:
+    def _exchange(self, engine: Engine, rows: Rows | None) -> Tensor | None:
         """The control exchange of one engine; returns the bins of all its shards, if needed.
 
         Replicated elements count on one rank only, but overflows count on any.
         """
-        if grads is None:
+        if rows is None:
             return engine.exchange(None)
         mine = (p for group in self.param_groups for p in group["params"])
         bins = engine.shards.storage.norm_bins(mine)
@@ -505,9 +516,13 @@ class EngineOptimizer(torch.optim.Optimizer):
             return bins
         if bins is not None:
             return engine.exchange(bins)
+        grads, params = rows.grads, rows.params
+        if not all(map(operator.is_, rows.owners, itertools.repeat(engine))):
+            owned = [row for row in rows if row.engine is engine]
+            grads, params = [row.grad for row in owned], [row.param for row in owned]
+        counted = None if engine.shards.counts_all else [*map(engine.shards.counts, params)]
         none = torch.zeros(NORM_WORDS, dtype=torch.int64, device=engine.mesh.device)
-        tensors, counted = [g for g, _ in grads], [c for _, c in grads]
-        return engine.exchange(norm_bins(tensors, counted=counted, out=none))
+        return engine.exchange(norm_bins(grads, counted=counted, out=none))
 
     def _factor(
         self, rows: Rows, bins: list[Tensor], engines: list[Engine]
@@ -534,10 +549,16 @@ class EngineOptimizer(torch.optim.Optimizer):
             if loss_scale is None:
                 return None, None
             return torch.ones((), device=device, dtype=torch.float32) / loss_scale, known
-        parts = {e for e in engines if e.steps_pieces}
-        whole = [row.grad for row in rows if row.engine not in parts] if parts else rows.grads
         max_norm = None if limit == math.inf else limit
-        norm = _norm(whole, bins, device, max_norm=max_norm, loss_scale=loss_scale)
+        parts = {e for e in engines if e.steps_pieces}
+        usual = None if parts or bins else rows.usual_grads(zero_grad=self.zero_grad_in_step)
+        norm = None
+        if usual is not None:
+            like = rows.grads[0]
+            norm = norm_of_rows(usual, like, max_norm=max_norm, loss_scale=loss_scale)
+        if norm is None:
+            whole = [row.grad for row in rows if row.engine not in parts] if parts else rows.grads
+            norm = _norm(whole, bins, device, max_norm=max_norm, loss_scale=loss_scale)
         self.grad_norm = norm.norm
         factor = None if limit == math.inf and loss_scale is None else norm.grad_scale
         if scaled:

@@ -692,9 +692,9 @@ def test_dtypes_that_were_accepted_are_no_reason_to_look_less(name, form):
 
 def compiled(columns, *, given=15, counted=False, hyper_index=(), firsts=(), hypers=(0.0,) * 6,
              tensors=(), slots=()):  # fmt: skip
-    """The compiled module's step of columns: params, states, counters, then gradients."""
-    rows = rows_of([t for column in columns for t in column])
-    how = rows, given, counted, hyper_index, firsts, hypers, tensors, slots
+    """The compiled module's step of columns: params, gradients, states, counters."""
+    used, kept = (rows_of([*itertools.chain(*some)]) for some in (columns[:2], columns[2:]))
+    how = used, kept, given, counted, hyper_index, firsts, hypers, tensors, slots
     return _C.adamw_step(*how, *[False] * 2, *[None] * 3, 1)
 
 
@@ -704,7 +704,8 @@ OF_MODULE = [  # (words, columns, options)
       for options in ({"hyper_index": [1]}, {"firsts": [-1]})),
     *(("6 numbers per hyper, a slot per hyper tensor and an entry per", SOME, {name: wrong})
       for name, wrong in (("hypers", [0.0]), ("tensors", [X3]), ("firsts", [0, 0]))),
-    *(("lists of equal length, got 4 tensors", SOME, {"given": given}) for given in (7, 31)),
+    *(("equal length, got 2 parameters and gradients and 2", SOME, {"given": given})
+      for given in (7, 31)),
 ]  # fmt: skip
 
 
@@ -718,6 +719,6 @@ def test_what_the_compiled_module_refuses():
     for bad, i in itertools.product(strange, range(4)):
         assert compiled([*SOME[:i], [bad], *SOME[i + 1 :]]) is None, (bad, i)
     for bad in (torch.zeros(2), torch.zeros((), dtype=torch.int64), torch.zeros((), device="meta")):
-        assert compiled([*SOME[:3], [bad], SOME[3]], counted=True) is None, bad
+        assert compiled([*SOME, [bad]], counted=True) is None, bad
     for column in SOME:
         assert torch.equal(column[0], torch.ones(3))

@@ -162,13 +162,14 @@ def test_random_bits_of_a_slice_are_those_of_its_place_in_the_whole(mode, rows, 
 
 
 def test_all_groups_and_all_pieces_are_one_call(monkeypatch):
-    calls, step_, again = [], optim.adamw_step_, optim.step_counted
+    calls, step_, again = [], optim.adamw_step_, optim.CountedSteps.step
     monkeypatch.setattr(
         optim, "adamw_step_", lambda *a, **k: calls.append(len(a[0])) or step_(*a, **k)
     )
     monkeypatch.setattr(
-        optim, "step_counted", lambda *a: again(*a) and (calls.append(len(a[0][0])) or True)
-    )
+        optim.CountedSteps, "step",
+        lambda self, used, *a: again(self, used, *a) and (calls.append(len(used) // 2) or True),
+    )  # fmt: skip
     model = build()
     optimizer = adamw([{"params": [p], "lr": 10.0**-i} for i, p in enumerate(model.parameters())])
     put_gradients(model, 0)
