@@ -201,17 +201,12 @@ def machine(device: str) -> dict[str, Any]:
     """What the numbers were measured on."""
     head, dirty = commit()
     about: dict[str, Any] = {
-        "device": device,
-        "cpu": cpu_name(),
+        "device": device, "cpu": cpu_name(),
         "isa": _C.isa() if _C else torch.backends.cpu.get_cpu_capability().lower(),
-        "cores": available_cores(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": version_of("triton"),
-        "commit": head,
-        "dirty": dirty,
+        "cores": available_cores(), "python": platform.python_version(), "torch": torch.__version__,
+        "triton": version_of("triton"), "commit": head, "dirty": dirty,
         "date": datetime.date.today().isoformat(),
-    }
+    }  # fmt: skip
     if device == "cuda":
         about["gpu"] = torch.cuda.get_device_name()
         query = "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"

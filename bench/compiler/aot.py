@@ -81,15 +81,11 @@ class Job:
         exact = [launch.signature, {k: repr(v) for k, v in constants.items()}, launch.divisible]
         text = json.dumps([*exact, launch.options], sort_keys=True, default=str)
         return {
-            "module": self.module,
-            "kernel": launch.name,
-            "calls": self.calls,
+            "module": self.module, "kernel": launch.name, "calls": self.calls,
             "config": " ".join([*named, f"w{warps}", f"s{stages}"]),
-            "types": ",".join(dict.fromkeys(types)),
-            "arch": self.arch,
-            "launch": hashlib.sha256(text.encode()).hexdigest()[:10],
-            "grid": list(launch.grid),
-        }
+            "types": ",".join(dict.fromkeys(types)), "arch": self.arch,
+            "launch": hashlib.sha256(text.encode()).hexdigest()[:10], "grid": list(launch.grid),
+        }  # fmt: skip
 
 
 def short(module: str) -> str:

@@ -204,9 +204,7 @@ NO_ROOM = "ValueError: no room in <path>"
         slow(("says",), 0, "last words", False),
     ],
 )
-def test_the_rank_that_failed_is_named_and_nobody_is_left(
-    ways, rank, reason, fork, monkeypatch, capfd
-):
+def test_the_failed_rank_is_named_and_nobody_is_left(ways, rank, reason, fork, monkeypatch, capfd):
     monkeypatch.setattr(ranks, "GRACE_S", 0.5 if "waits" in ways else 20.0)
     pool = ranks.Ranks(len(ways), quiet=True, fork=fork)
     processes, began = [one.process for one in pool._ranks], time.monotonic()

@@ -102,18 +102,12 @@ FEW = [
     *((2, {"stage": 2, "offload": "optimizer"}), (2, {"stage": 3, "offload": "parameters"})),
 ]
 MORE = [
-    *FEW,
-    (1, {}),
-    (2, {"stage": 2}),
-    (2, {"stage": 3, "accumulate": "full", "grad_accum_steps": 2}),
-    (1, {"deterministic": True}),
-    (2, {"stage": 1}),
-    (3, {"stage": 0, "deterministic": True}),
-    (2, {"stage": 1, "deterministic": True}),
-    (2, {"stage": 2, "deterministic": True}),
-    (3, {"stage": 1}),
-    (4, {"stage": 3, "shard_size": 2}),
-]
+    *FEW, (1, {}), (2, {"stage": 2}),
+    (2, {"stage": 3, "accumulate": "full", "grad_accum_steps": 2}), (1, {"deterministic": True}),
+    (2, {"stage": 1}), (3, {"stage": 0, "deterministic": True}),
+    (2, {"stage": 1, "deterministic": True}), (2, {"stage": 2, "deterministic": True}),
+    (3, {"stage": 1}), (4, {"stage": 3, "shard_size": 2}),
+]  # fmt: skip
 
 
 def check(names, cells=FEW, *, within=WITHIN, build=Net, split=None):

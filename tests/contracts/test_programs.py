@@ -358,9 +358,7 @@ CASES |= {
     "evaluation before backward": Case(loss=loss_before_evaluation),
     "two forwards": Case(loss=two_forwards),
     "two forwards, checkpoints": Case(CHECKPOINTED["blocks"], two_forwards),
-    "retain_graph, full": Case(
-        backward=twice, options={"accumulate": "full", "grad_accum_steps": 2}
-    ),
+    "retained, full": Case(backward=twice, options={"accumulate": "full", "grad_accum_steps": 2}),
     "retain_graph": Case(backward=twice, options={"deterministic": True}),
     "a rank without a batch": Case(backward=all_but_one),
 }

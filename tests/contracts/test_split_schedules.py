@@ -57,9 +57,7 @@ def partial_elements(run):
     return sum(shards.piece(p).param.numel() for p in parts)
 
 
-SUM, GATHER, SCATTER = (
-    f"{kind} {4 * N * C}" for kind in ("all_reduce", "all_gather", "reduce_scatter")
-)
+SUM, GATHER, SCATTER = (f"{k} {4 * N * C}" for k in ("all_reduce", "all_gather", "reduce_scatter"))
 ROWS = f"all_gather {12 * N * TP}"  # of the loss: all rows are one chunk
 SPLIT_TOKENS = {
     "embedding": [SCATTER],

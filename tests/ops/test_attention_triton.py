@@ -196,9 +196,7 @@ def test_kept_bits_are_the_mask(triton_device, sizes, causal, p):
         slow(1, 70, 5, 24, 1, F32, True),
     ],
 )
-def test_attention_with_kept_bits_matches_the_oracle(
-    triton_device, B, T, Tk, D, Hkv, dtype, causal
-):
+def test_attention_with_kept_bits_is_the_oracles(triton_device, B, T, Tk, D, Hkv, dtype, causal):
     case = attention_case(B, T, D, 2, triton_device, Tk=Tk, Hkv=Hkv, p=0.3, causal=causal)
     with BITS.trying((), Mask(1)):
         check(case, dtype, triton_device)

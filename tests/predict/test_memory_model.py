@@ -163,9 +163,7 @@ def check(cells, measured=None, near=0.9):
 # where activations are few; cp 3 pads 4 heads to 6; where experts are not chosen equally often, the
 # fullest rank of ep needs more.
 KINDS = {
-    "pairs": [
-        of_row(shape, ranks, stage, tp, *rest, sp) for shape, (ranks, stage, tp, sp), *rest in PAIRS
-    ],
+    "pairs": [of_row(shape, *at[:3], *rest, at[3]) for shape, at, *rest in PAIRS],
     "special": [
         of_row("balanced", 2, 2, 1, "none", 2, "fp32", 1, bucket_mb=1.0),
         of_row("wide", 2, 2, 1, "none", 2, "fp32", 2, accumulate="full"),

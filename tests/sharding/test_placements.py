@@ -124,16 +124,10 @@ def test_any_axes_against_brute_force(states, counts, data):
 
 
 CUTS = [
-    (Shard(0), (8, 6)),
-    (Shard(1), (4, 8)),
-    (Shard(1), (3, 8, 5)),
-    (Shard(0, groups=3), (24, 5)),
-    (Shard(1, groups=2), (3, 16)),
-    (Shard(0, pad_to=4), (10, 3)),
-    (Shard(0, pad_to=4), (3, 2)),
-    (Shard(1, pad_to=4), (2, 10)),
-    (Shard(0), (4,)),
-]
+    (Shard(0), (8, 6)), (Shard(1), (4, 8)), (Shard(1), (3, 8, 5)), (Shard(0, groups=3), (24, 5)),
+    (Shard(1, groups=2), (3, 16)), (Shard(0, pad_to=4), (10, 3)), (Shard(0, pad_to=4), (3, 2)),
+    (Shard(1, pad_to=4), (2, 10)), (Shard(0), (4,)),
+]  # fmt: skip
 
 
 @settings(max_examples=100)

@@ -239,9 +239,7 @@ def test_public_functions_have_docstrings():
             tree = parsed(path)
             assert ast.get_docstring(tree) or path.stem == "__main__", path
             for node in tree.body:
-                public = isinstance(
-                    node, ast.FunctionDef | ast.ClassDef
-                ) and not node.name.startswith("_")
+                public = isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
                 if public and package != "bench" and not node.name.endswith(("_fwd", "_bwd")):
                     assert ast.get_docstring(node), f"{path.name}: {node.name}"
 

@@ -53,9 +53,7 @@ def train(stage, cuda_graphs, parts, dtype, settings):
     parallelize(model, mesh, layout, grad_dtype=torch.float32, debug=debug)
     masters = dtype != torch.float32
     optimizer = AdamW(model.parameters(), lr=2.0**-7, master_weights=masters, max_grad_norm=1.0)
-    step = graphed(
-        lambda x, key: model(x, x, rng_key=key), model, optimizer, cuda_graphs=cuda_graphs
-    )
+    step = graphed(lambda x, k: model(x, x, rng_key=k), model, optimizer, cuda_graphs=cuda_graphs)
     assert step.why == ("" if cuda_graphs else "cuda_graphs=False")
     found = []
     for i in range(7):
