@@ -118,20 +118,13 @@ def _mostly_narrow(row: Row, what: str) -> str | None:
 
 
 RULES: dict[str, Callable[[Row], str | None]] = {
-    "spills": spills,
-    "shared memory": shared_memory,
+    "spills": spills, "shared memory": shared_memory,
     "resident": lambda row: None if row["ctas_per_sm"] else "no CTA fits on a multiprocessor",
-    "grid": grid,
-    "atomics": atomics,
-    "tensor cores": tensor_cores,
-    "8-bit products": eight_bits,
-    "products in flight": products,
-    "pipelined products": pipelined,
-    "waits for products": waits,
-    "copies ahead": copies_ahead,
-    "16-byte loads": lambda row: _mostly_narrow(row, "load"),
+    "grid": grid, "atomics": atomics, "tensor cores": tensor_cores, "8-bit products": eight_bits,
+    "products in flight": products, "pipelined products": pipelined, "waits for products": waits,
+    "copies ahead": copies_ahead, "16-byte loads": lambda row: _mostly_narrow(row, "load"),
     "16-byte stores": lambda row: _mostly_narrow(row, "store"),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

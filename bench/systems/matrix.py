@@ -60,8 +60,7 @@ SETTINGS: dict[str, Any] = {
 ALONE = {"outer_every": 5, "outer_lr": 1.0, "outer_momentum": 0.0}  # one replica: a plain run
 EXPERTS = {"n_expert": 4, "balance_loss": 0.1, "router_z_loss": 0.01, "balance_rate": 0.01}
 LAYOUTS: tuple[Layout, ...] = (
-    (1, {}),
-    *((1, {"activation_checkpointing": kept}) for kept in ("full", "selective")),
+    (1, {}), *((1, {"activation_checkpointing": kept}) for kept in ("full", "selective")),
     *((ranks, {"zero_stage": stage}) for ranks in (2, 4, 8) for stage in (0, 1, 2, 3)),
     *((4, {"zero_stage": stage, "shard_size": 2}) for stage in (2, 3)),
     *((2, {"zero_stage": stage, "accumulate": "full"}) for stage in (2, 3)),
@@ -72,25 +71,21 @@ LAYOUTS: tuple[Layout, ...] = (
     (4, {"zero_stage": 3, "offload": "parameters", "activation_checkpointing": "full"}),
     *((ranks, {"cp": ranks, "cp_method": m}) for ranks in (2, 4) for m in ("heads", "keys")),
     (4, {"cp": 2, "cp_method": "keys", "zero_stage": 3}),
-    *((ranks, {"tp": ranks}) for ranks in (2, 4)),
-    (2, {"tp": 2, "sequence_parallel": False}),
+    *((ranks, {"tp": ranks}) for ranks in (2, 4)), (2, {"tp": 2, "sequence_parallel": False}),
     (4, {"tp": 2, "zero_stage": 2, "activation_checkpointing": "selective"}),
     *((8, {"tp": 2, "zero_stage": 3}), (8, {"tp": 2, "cp": 2, "zero_stage": 1})),
     (8, {"tp": 2, "pp": 2, "zero_stage": 2}),
     *((ranks, {"optimizer": "muon", "zero_stage": ranks - 1}) for ranks in (1, 2, 4)),
     *((4, {"optimizer": "muon", **split}) for split in ({"pp": 2}, {"tp": 2}, {"cp": 2})),
-    *((ranks, {"optimizer": "adafactor", "lr": 0.03}) for ranks in (1, 4)),
-    (1, EXPERTS),
+    *((ranks, {"optimizer": "adafactor", "lr": 0.03}) for ranks in (1, 4)), (1, EXPERTS),
     *((2, {**EXPERTS, "ep": 2, "zero_stage": stage}) for stage in (0, 3)),
     *((4, {**EXPERTS, "ep": ep, "zero_stage": stage}) for ep, stage in ((4, 1), (2, 2))),
-    (4, {**EXPERTS, "ep": 2, "pp": 2}),
-    (4, {**EXPERTS, "ep": 2, "tp": 2}),
+    (4, {**EXPERTS, "ep": 2, "pp": 2}), (4, {**EXPERTS, "ep": 2, "tp": 2}),
     *((ranks, {"tp_grid": grid}) for ranks, grid in ((2, "2x1"), (2, "1x2"), (4, "2x2"))),
-    (8, {"tp_grid": "2x2x2", "micro_batch_size": 4}),
-    (8, {"tp_grid": "2x2", "zero_stage": 3}),
+    (8, {"tp_grid": "2x2x2", "micro_batch_size": 4}), (8, {"tp_grid": "2x2", "zero_stage": 3}),
     (4, {"zero_stage": 3, "node_size": 2, "secondary_shards": True}),
     *((2, {**ALONE, "zero_stage": stage}) for stage in (0, 2)),
-)
+)  # fmt: skip
 ANOTHER_RUN = {"optimizer", "lr", *EXPERTS}  # settings that a run of one process has, too
 
 

@@ -320,31 +320,21 @@ USED = (
 )
 READ = {  # of parameters
     PARAMETER: [
-        lambda p: p.data.norm(),
-        lambda p: p.norm(),
-        lambda p: p.detach().clone(),
-        lambda p: p.detach().numpy(),
-        lambda p: p.data.nan_to_num(),
-        lambda p: p.data[torch.tensor([0])],
-        lambda p: p[0].sum(),
-        lambda p: p.view(-1).tolist(),
-        lambda p: [x.item() for x in p],
-        lambda p: p.data.to(torch.float64) * 2,
-        lambda p: torch.cat([torch.zeros(C), p.data]),
-        lambda p: torch.zeros(C).lerp_(p.data, 0.1),
+        lambda p: p.data.norm(), lambda p: p.norm(), lambda p: p.detach().clone(),
+        lambda p: p.detach().numpy(), lambda p: p.data.nan_to_num(),
+        lambda p: p.data[torch.tensor([0])], lambda p: p[0].sum(), lambda p: p.view(-1).tolist(),
+        lambda p: [x.item() for x in p], lambda p: p.data.to(torch.float64) * 2,
+        lambda p: torch.cat([torch.zeros(C), p.data]), lambda p: torch.zeros(C).lerp_(p.data, 0.1),
         lambda p: torch.zeros(C).copy_(p.detach()),
         lambda p: torch._foreach_lerp_([torch.zeros(C)], [p.detach()], 0.1),
-        lambda p: torch.add(1, p.data, out=torch.zeros(C)),
-        lambda p: torch.zeros(C).lerp_(p, 0.1),
-        lambda p: torch._foreach_add_([torch.zeros(C)], [p]),
-        lambda p: torch.stack([p, p]),
+        lambda p: torch.add(1, p.data, out=torch.zeros(C)), lambda p: torch.zeros(C).lerp_(p, 0.1),
+        lambda p: torch._foreach_add_([torch.zeros(C)], [p]), lambda p: torch.stack([p, p]),
     ],
     USED: [
-        torch.enable_grad()(lambda p: p.tolist()),
-        torch.enable_grad()(lambda p: p > 0),
+        torch.enable_grad()(lambda p: p.tolist()), torch.enable_grad()(lambda p: p > 0),
         torch.enable_grad()(lambda p: p.square().sum()),
     ],
-}
+}  # fmt: skip
 
 
 # Gradients changed between backward and step, as loops with plain torch do
@@ -498,13 +488,10 @@ def test_a_read_of_what_is_not_there_is_refused_at_once():
 
 
 READS = (
-    *(torch.Tensor.norm, torch.Tensor.sum, torch.clone),
-    lambda x: torch.stack([x, x]),
-    lambda x: torch.zeros(C).copy_(x),
-    lambda x: torch.ones(C).add_(x),
-    lambda x: torch._foreach_add([x], 1)[0],
-    lambda x: torch.add(x, 1, out=torch.zeros(C)),
-)
+    *(torch.Tensor.norm, torch.Tensor.sum, torch.clone), lambda x: torch.stack([x, x]),
+    lambda x: torch.zeros(C).copy_(x), lambda x: torch.ones(C).add_(x),
+    lambda x: torch._foreach_add([x], 1)[0], lambda x: torch.add(x, 1, out=torch.zeros(C)),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("message", REFUSED, ids=["memory", "gradients", "parameters"])

@@ -69,13 +69,9 @@ SPLIT_TOKENS = {
     "embedding, backward": [GATHER],
 }
 ALL_TOKENS = {
-    "embedding": [SUM],
-    "layer": [SUM] * 2,
-    "loss": [ROWS],
-    "loss, backward": [SUM],
-    "layer, backward": [SUM] * 2,
-    "embedding, backward": [],
-}
+    "embedding": [SUM], "layer": [SUM] * 2, "loss": [ROWS], "loss, backward": [SUM],
+    "layer, backward": [SUM] * 2, "embedding, backward": [],
+}  # fmt: skip
 sequence = pytest.mark.parametrize("sp", [True, False], ids=["sp", "plain"])
 
 

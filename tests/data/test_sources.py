@@ -252,12 +252,9 @@ def test_records_are_read_by_their_field(tmp_path):
     opened = sources.open_source(str(path), text_column="body")
     assert [*opened.documents()] == [b"x"]
     for bad, got in (
-        (100_000 * "[", "JSON that is nested too deeply"),
-        ("{", "JSONDecodeError"),
-        ("[1]", "list"),
-        ('{"text": [1]}', "list"),
-        ("7", "int"),
-    ):
+        (100_000 * "[", "JSON that is nested too deeply"), ("{", "JSONDecodeError"),
+        ("[1]", "list"), ('{"text": [1]}', "list"), ("7", "int"),
+    ):  # fmt: skip
         jsonl(folder / "a.jsonl", ["one"], more=bad)
         with pytest.raises(ValueError, match=rf"data_field=text, got {got}.* in line 2 of .*a.js"):
             list(text_source(folder).documents())

@@ -455,12 +455,9 @@ def test_what_no_engine_reduces_is_refused_when_all_else_is_frozen(how, message)
         optimizer.step()
 
     for world_size, stage, cls, mixed in (
-        (1, 0, AdamW, False),
-        (2, 0, AdamW, True),
-        (2, 0, torch.optim.SGD, False),
-        (2, 0, torch.optim.SGD, True),
-        (2, 3, AdamW, False),
-    ):
+        (1, 0, AdamW, False), (2, 0, AdamW, True), (2, 0, torch.optim.SGD, False),
+        (2, 0, torch.optim.SGD, True), (2, 3, AdamW, False),
+    ):  # fmt: skip
         with pytest.raises(RuntimeError, match=message):
             run_ranks(ranks, world_size, stage, cls, mixed)
 

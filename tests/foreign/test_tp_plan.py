@@ -153,33 +153,25 @@ def of_cp(mesh, method, stage, name="short"):
 
 HEADS_AND_KEYS = ("heads", "keys")
 CELLS = [
-    *of_tp("nanoGPT", 1, 4, 0),
-    *of_tp("transformers patched", 2, 2, 3),
-    *of_tp("transformers 5", 1, 2, 0),
-    of_cp({"cp": 2}, "heads", 3),
-    of_cp({"cp": 2}, "keys", 0),
-    of_cp({"cp": 2, "tp": 2}, "keys", 2),
-    of_tp("transformers checkpointed", 1, 2, 0)[0],
+    *of_tp("nanoGPT", 1, 4, 0), *of_tp("transformers patched", 2, 2, 3),
+    *of_tp("transformers 5", 1, 2, 0), of_cp({"cp": 2}, "heads", 3), of_cp({"cp": 2}, "keys", 0),
+    of_cp({"cp": 2, "tp": 2}, "keys", 2), of_tp("transformers checkpointed", 1, 2, 0)[0],
     of_tp("nanoGPT checkpointed", 1, 2, 0)[1],
     *(of_cp({"cp": 2}, method, 0, "short checkpointed") for method in HEADS_AND_KEYS),
-]
+]  # fmt: skip
 SLOW = [
-    *of_tp("transformers patched 5", 2, 2, 3),
-    *of_tp("transformers 5", 1, 4, 1),
+    *of_tp("transformers patched 5", 2, 2, 3), *of_tp("transformers 5", 1, 4, 1),
     *of_tp("nanoGPT 5", 2, 4, 2),
     *(cell for name in [*MODELS][:5] if name != "nanoGPT" for cell in of_tp(name, 1, 4, 0)),
     *(cell for stage in range(4) for cell in of_tp("transformers", 2, 2, stage)),
     *(cell for stage in range(4) for cell in of_tp("nanoGPT", 2, 2, stage)),
-    of_tp("transformers checkpointed", 1, 2, 0)[1],
-    of_tp("nanoGPT checkpointed", 1, 2, 0)[0],
+    of_tp("transformers checkpointed", 1, 2, 0)[1], of_tp("nanoGPT checkpointed", 1, 2, 0)[0],
     of_cp({"cp": 2}, "keys", 0, "short eager"),
     *(of_cp({"cp": cp}, method, 0) for cp in (3, 4) for method in HEADS_AND_KEYS),
     *(of_cp({"cp": 2}, method, stage) for method in HEADS_AND_KEYS for stage in (1, 2)),
-    of_cp({"dp": 2, "cp": 2}, "heads", 1),
-    of_cp({"dp": 2, "cp": 2}, "keys", 3),
-    of_cp({"cp": 2, "tp": 2}, "heads", 0),
-    of_cp({"cp": 5}, "keys", 0),
-]
+    of_cp({"dp": 2, "cp": 2}, "heads", 1), of_cp({"dp": 2, "cp": 2}, "keys", 3),
+    of_cp({"cp": 2, "tp": 2}, "heads", 0), of_cp({"cp": 5}, "keys", 0),
+]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("error:fastpar.patch")  # no call falls back
@@ -373,12 +365,9 @@ class Mine(nn.Module):
 
 
 PLAN = {
-    "words": "vocab",
-    "layers.*.up": Column(),
-    "layers.*.down": "row",
-    "layers.*.gain": Shard(0),
+    "words": "vocab", "layers.*.up": Column(), "layers.*.down": "row", "layers.*.gain": Shard(0),
     "head": Head(),
-}
+}  # fmt: skip
 TOKENS = {**PLAN, "drop": Enter(), "norm": Leave()}
 
 

@@ -20,18 +20,15 @@ def setup_of(world_size=1, dtype="fp32", **changes):
 # ranks, dtype, settings; bytes of weights, gradients, optimizer for each parameter. Other layouts
 # and Muon are compared with real engines: test_memory_model.py.
 STATES = [
-    (1, "fp32", {}, (4, 4, 8)),
-    (8, "fp32", {"zero": 1}, (4, 4, 1)),
-    (8, "fp32", {"zero": 2}, (4, 0.5, 1)),
-    (8, "fp32", {"zero": 3}, (0.5, 0.5, 1)),
-    (1, "bf16", {}, (2, 4, 12)),
-    (1, "bf16", {"grad_dtype": "bf16"}, (2, 2, 12)),
+    (1, "fp32", {}, (4, 4, 8)), (8, "fp32", {"zero": 1}, (4, 4, 1)),
+    (8, "fp32", {"zero": 2}, (4, 0.5, 1)), (8, "fp32", {"zero": 3}, (0.5, 0.5, 1)),
+    (1, "bf16", {}, (2, 4, 12)), (1, "bf16", {"grad_dtype": "bf16"}, (2, 2, 12)),
     (1, "bf16", {"master_weights": "remainder"}, (2, 4, 10)),
     (1, "bf16", {"master_weights": "remainder", "moment_dtype": "bf16"}, (2, 4, 6)),
     (1, "bf16", {"stochastic_rounding": True, "moment_dtype": "int8"}, (2, 4, 2)),
     (1, "fp16", {"optimizer": "adafactor"}, (2, 4, 4)),
     (8, "fp32", {"ema": 0.999, "zero": 1}, (4, 4, 1.5)),
-]
+]  # fmt: skip
 
 
 @sweep(["ranks", "dtype", "changes", "expected"], STATES)

@@ -364,13 +364,9 @@ def test_stages_are_predicted():
 
 
 GPUS = [
-    ("gpt2", "none", 8),
-    ("gpt2", "selective", 1),
-    ("gpt2-medium", "none", 4),
-    ("gpt2-large", "full", 4),
-    ("gpt2-xl", "none", 2),
-    ("gpt2-xl", "full", 8),
-]
+    ("gpt2", "none", 8), ("gpt2", "selective", 1), ("gpt2-medium", "none", 4),
+    ("gpt2-large", "full", 4), ("gpt2-xl", "none", 2), ("gpt2-xl", "full", 8),
+]  # fmt: skip
 
 
 @pytest.mark.gpu
