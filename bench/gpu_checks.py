@@ -46,18 +46,10 @@ from bench.records import RESULTS, ROOT, ResultFile, Row, commit, homes, machine
 from bench.systems import bench_train
 from bench.systems.bench_train import Spec, Variant
 from fastpar.comm.ranks import reason
-from fastpar.doctor import doctor
+from fastpar.doctor import doctor, trial
 from fastpar.doctor.report import row as proof_line
 from fastpar.doctor.sources import digest_of
 from fastpar.doctor.table import VERSION, environment, row_of
-from fastpar.doctor.trial import (
-    clock_for,
-    compile_launch,
-    interleave,
-    launches_of,
-    synchronize,
-    warm,
-)
 from fastpar.files.runs import list_checkpoints
 from fastpar.kernels import backend
 from fastpar.kernels.attention import peers as attention_peers
@@ -84,7 +76,7 @@ def facts() -> Found:
     if RUN.device == "cuda":
         subprocess.run(["nvidia-smi", "-q", "-d", "CLOCK,POWER,ECC,PERFORMANCE"])
     note(about=machine(RUN.device), built=backend.describe())
-    host = clock_for(RUN.device).host_us(torch.zeros(1, device=RUN.device).zero_)
+    host = trial.clock_for(RUN.device).host_us(torch.zeros(1, device=RUN.device).zero_)
     found = list(measure_ceilings(RUN.device, RUN.quick))
     return {"ceilings": found, "shown": f"a launch takes {host or 0:.1f} us of the host"}
 
@@ -127,7 +119,7 @@ def prove() -> Found:
     lines: list[str] = []
     listed = classes()
     if RUN.device == "cuda" and "TRITON_CACHE_DIR" not in os.environ:  # nothing was carried
-        print(*warm(listed, gpu_here()), sep="\n")
+        print(*trial.warm(listed, gpu_here()), sep="\n")
     for number, case in enumerate(listed):
         note(at=f"{number} of {len(listed)}: {case}")
         start = time.perf_counter()
@@ -252,7 +244,9 @@ def device_code(cases: Sequence[Case]) -> str:
     without Triton their sources and csrc/."""
     digest = hashlib.sha256()
     for case in cases:
-        compiled = [compile_launch(one, gpu_here()) for one in launches_of(case, gpu_here())]
+        compiled = [
+            trial.compile_launch(one, gpu_here()) for one in trial.launches_of(case, gpu_here())
+        ]
         texts = sorted({without_debug(one.asm["ptx"]) for one in compiled})
         texts = texts or [digest_of(case.op), environment("cuda")["csrc"]]
         digest.update("".join([str(case), *texts]).encode())
@@ -684,11 +678,11 @@ def trainers(table: dict[str, Found], steps: int, look: Look | None = None) -> F
     def run(trainer: Trainer) -> int:
         for count in (6, steps):
             note(at=f"{name}: {count} steps, {'timed' if count == steps else 'first'}")
-            synchronize(RUN.device)
+            trial.synchronize(RUN.device)
             start, cpu = time.perf_counter(), time.process_time()
             for _ in range(2 if RUN.quick else count):
                 trainer.train_step()
-            synchronize(RUN.device)
+            trial.synchronize(RUN.device)
         each = 1e3 / (2 if RUN.quick else count)
         cpu_ms = (time.process_time() - cpu) * each
         ms[name] = round((time.perf_counter() - start) * each, 3), round(cpu_ms, 3)
@@ -731,7 +725,7 @@ def kernels_of(trainer: Trainer) -> Found:
     with torch.profiler.profile() as trace:
         for _ in range(2):
             trainer.train_step()
-        synchronize(RUN.device)
+        trial.synchronize(RUN.device)
     trace.export_chrome_trace(str(RUN.scratch / "trace.json.gz"))
     events = [e for e in trace.key_averages() if e.self_device_time_total > 0]
     events.sort(key=lambda e: -e.self_device_time_total)
@@ -816,7 +810,7 @@ def products() -> Found:
     """Each product of a layer of 124M at B=32 in three forms, which cuBLAS may serve by different
     algorithms, and two forms of the bias's gradient."""
     N, C = (64, 32) if RUN.quick else (32768, GPT2.n_embd)
-    clock, lines = clock_for(RUN.device), list[str]()
+    clock, lines = trial.clock_for(RUN.device), list[str]()
     layers = {"qkv": (C, 3 * C), "proj": (C, C), "c_fc": (C, 4 * C), "c_proj": (4 * C, C)}
     for layer, (K, M) in layers.items():
         x, w, dy = (
@@ -829,13 +823,13 @@ def products() -> Found:
                 "linear": partial(F.linear, a, b.t()),
                 "transposed": partial(torch.mm, b.t(), a.t()),
             }
-            timed = interleave({n: [call] for n, call in ways.items()}, clock, budget_s=0.15)
+            timed = trial.interleave({n: [call] for n, call in ways.items()}, clock, budget_s=0.15)
             rates = {n: 2e-9 * N * K * M / t.median_ms for n, t in timed.items()}
             lines.append(f"{layer} {what}: {', '.join(f'{n} {r:.0f}' for n, r in rates.items())}")
             note(lines=lines)
         ones = dy.new_ones(1, N)
         sums = {"sum": [partial(dy.sum, 0)], "mm": [partial(torch.mm, ones, dy)]}
-        timed = interleave(sums, clock, budget_s=0.1)
+        timed = trial.interleave(sums, clock, budget_s=0.1)
         rates = {n: 1e-6 * dy.nbytes / t.median_ms for n, t in timed.items()}
         lines.append(f"{layer} dbias, GB/s: {', '.join(f'{n} {r:.0f}' for n, r in rates.items())}")
     return {"lines": lines, "shown": f"TFLOP/s of the products of {len(layers)} layers"}
@@ -868,7 +862,7 @@ def pack() -> int:
     cases = [Case("cuda", op, dtype, size) for op, size, _ in LISTED for dtype in (*HALF, WIDE)]
     cases += [Case("cuda", "attention", dtype, D) for D in (64, 128) for dtype in HALF]
     cases += classes()
-    print("\n".join(warm(list(dict.fromkeys(cases)), (90, 132))))
+    print("\n".join(trial.warm(list(dict.fromkeys(cases)), (90, 132))))
     return 0
 
 
