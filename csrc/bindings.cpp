@@ -241,5 +241,4 @@ PYBIND11_MODULE(_C, m) {
   fastpar::bind_flat(m);
   fastpar::bind_shm(m);
   fastpar::bind_global_norm(m);
-  fastpar::bind_eager(m);
 }

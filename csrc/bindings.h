@@ -99,7 +99,6 @@ void bind_adamw(py::module_& m);
 void bind_flat(py::module_& m);
 void bind_shm(py::module_& m);
 void bind_global_norm(py::module_& m);
-void bind_eager(py::module_& m);
 
 }  // namespace fastpar
 

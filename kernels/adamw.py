@@ -490,8 +490,17 @@ def _run(
         return
     ordered = [in_order(g, p) for p, g in zip(params, grads)]
     done = _step_compiled(
-        on_cuda, [params, ordered, *columns[2:]], zero_grad, hyper_index, first_indices, *numbers,
-        maximize, grad_scale, found_inf, seed, threads=threads,
+        on_cuda,
+        [params, ordered, *columns[2:]],
+        zero_grad,
+        hyper_index,
+        first_indices,
+        *numbers,
+        maximize,
+        grad_scale,
+        found_inf,
+        seed,
+        threads=threads,
     )
     assert done, "adamw_step_: the compiled kernel does not take lists that check_one takes"
     if zero_grad:
@@ -611,8 +620,16 @@ def adamw_step_(
         numbers = flatten_hypers(hypers, params[0].device)
         server = _server(params[0], numbers[1])
         if server is not None and _step_compiled(
-            server, columns, zero_grad, indices, firsts, *numbers, maximize, *scalars,
-            seed if stochastic else None, threads=threads,
+            server,
+            columns,
+            zero_grad,
+            indices,
+            firsts,
+            *numbers,
+            maximize,
+            *scalars,
+            seed if stochastic else None,
+            threads=threads,
         ):
             return
     full = [column or [None] * n for column in columns]

@@ -207,11 +207,11 @@ def _checked(
 def _rows_at_once(tensors: Sequence[Tensor], counted: Sequence[bool] | None) -> Tensor | None:
     """The rows of usual tensors that a compiled kernel takes past the dispatcher, which no tool
     then sees; None: a call goes through the op."""
-    if not tensors or len(counted or tensors) != len(tensors) or torch.autograd._profiler_enabled():
+    fits = tensors and len(counted or tensors) == len(tensors) and goes_at_once(tensors)
+    if not fits or torch.autograd._profiler_enabled():
         return None
-    rows = rows_of(tensors) if goes_at_once(tensors) else None
-    usual = rows is not None and are_usual(rows) and _is_compiled("norm_bins", tensors[0])
-    return rows if usual else None
+    rows = rows_of(tensors)
+    return rows if are_usual(rows) and _is_compiled("norm_bins", tensors[0]) else None
 
 
 def _clip(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.op import goes_straight
+from fastpar.kernels.op import is_eager
 
 _rows: Any = None if _C is None else torch.ops.fastpar._rows.default
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -23,7 +23,7 @@ def rows_of(tensors: Sequence[Tensor], written: int = 0) -> Tensor:
 def goes_at_once(tensors: Iterable[Tensor]) -> bool:
     """Whether an eager call may read rows_of() the tensors: no mode, transform or subclass has a
     say. What is in memory, the rows tell."""
-    return _C is not None and goes_straight(()) and {*map(type, tensors)} <= _PLAIN
+    return _C is not None and is_eager() and {*map(type, tensors)} <= _PLAIN
 
 
 def are_usual(rows: Tensor) -> bool:

@@ -7,7 +7,6 @@ for all ops; tests/ops/test_op.py is the table.
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,19 +23,13 @@ _library = torch.library.Library("fastpar", "FRAGMENT")
 
 
 class Op:
-    """An op of torch.library that plain eager calls reach without the dispatcher.
+    """An op of torch.library whose implementation is Python: torch.compile, the profiler and modes
+    see every call.
 
-    [Note: eager calls] The dispatcher parses every argument twice, for autograd and for the device,
-    which costs as much as a small kernel. So a call on plain CPU or CUDA tensors, with no active
-    mode, transform or tracer, goes straight to the implementation (through autograd.Function if a
-    gradient is needed). All other calls see the op: torch.compile, torch.jit.trace, the profiler.
-
-    [Note: unusual tensors] Implementations read memory by address, so a tensor is plain only if its
-    memory holds its values. A lazily negated tensor (the negative bit of z.conj().imag) and torch's
-    zero tensors are made plain here, as input and as gradient; a batch of gradients
-    (is_grads_batched) goes through the dispatcher, which calls the op for each, as do tensors
-    without an address (wrappers of functionalization; also those without elements); a sparse tensor
-    and a tangent of forward-mode AD are refused.
+    [Note: unusual tensors] Implementations read memory by address. A lazily negated tensor (the
+    negative bit of z.conj().imag) and torch's zero tensors are made plain here, as input and as
+    gradient; a batch of gradients (is_grads_batched) calls the op for each; a sparse tensor and a
+    tangent of forward-mode AD are refused.
 
     [Note: transforms] Under torch.func's grad and vmap the op is an autograd.Function of the form
     that these require: vmap is a loop, and backward may itself be recorded, but not differentiated.
@@ -48,7 +41,6 @@ class Op:
         self.overload = overload
         self.run, self.fake = run, fake
         self.name = overload.name().split("::")[1]
-        self.apply: Callable[..., Any] | None = None
         self._dtypes: dict[tuple, list[torch.dtype]] = {}  # of outputs, by kinds of arguments
         self.mutates = overload._schema.is_mutable
         self.takes_lists = any(str(a.type) == "List[Tensor]" for a in overload._schema.arguments)
@@ -56,24 +48,25 @@ class Op:
         self.backward: Callable[..., Any] = self._no_backward
 
     def __call__(self, *args: Any) -> Any:
-        if self.mutates and self.takes_lists and _lists_are_plain(args):
-            return self.run(*args)
-        if torch.compiler.is_compiling() or self.mutates or forward_ad._current_level >= 0:
-            return self._with_care(args)
-        found = _look_at(args)
-        if not found:
-            return self._with_care(args)
-        if found == 2 and self.apply is not None and _is_grad_enabled():
-            return self.apply(*args)
-        return (self.overload if _profiler_enabled() else self.run)(*args)
-
-    def after(self, *grads: Tensor | None) -> Callable[..., Any]:
-        """The function that a backward calls with these gradients and its saved tensors, which are
-        checked already: with care for unusual tensors, else the implementation."""
-        careful = torch.compiler.is_compiling() or forward_ad._current_level >= 0 or self.mutates
-        if careful or _profiler_enabled() or not _look_at(grads):
-            return self
-        return self.run
+        if torch.compiler.is_compiling():
+            return self.overload(*args)
+        if forward_ad._current_level >= 0:
+            self._refuse_tangents(args)
+        if _transform() not in (None, TransformType.Functionalize) and not self.takes_lists:
+            if self.mutates:
+                raise RuntimeError(
+                    f"{self.name}: expected tensors outside of torch.func's transforms, got a call "
+                    "under grad or vmap; it writes in place: drop inplace=True"
+                )
+            return self._transformed.apply(*args)
+        unusual = False
+        for a in args:
+            if isinstance(a, Tensor):
+                check_dense(self.name, "a tensor", a)
+                unusual = unusual or a.is_neg() or a._is_zerotensor()
+        if unusual and not self.mutates:
+            return self(*(_resolved(a) if isinstance(a, Tensor) else a for a in args))
+        return self.overload(*args)
 
     def complete(self, result: Any, args: tuple) -> Any:
         """The result of run(*args), with the empty tensors that it left out."""
@@ -86,26 +79,6 @@ class Op:
             dtypes = self._dtypes[key] = [x.dtype for x in self.fake(*given)]
         like = next(a for a in args if isinstance(a, Tensor))
         return tuple(like.new_empty(0, dtype=d) if x is None else x for x, d in zip(result, dtypes))
-
-    def _with_care(self, args: tuple) -> Any:
-        """A call that is not eager on plain tensors; see the notes above."""
-        if torch.compiler.is_compiling():
-            return self.overload(*args)
-        if forward_ad._current_level >= 0:
-            self._refuse_tangents(args)
-        if _transform() not in (None, TransformType.Functionalize) and not self.takes_lists:
-            if self.mutates:
-                raise RuntimeError(
-                    f"{self.name}: expected tensors outside of torch.func's transforms, got a call "
-                    "under grad or vmap; it writes in place: drop inplace=True"
-                )
-            return self._transformed.apply(*args)
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        for a in tensors:
-            check_dense(self.name, "a tensor", a)
-        if not self.mutates and any(a.is_neg() or a._is_zerotensor() for a in tensors):
-            return self(*(_resolved(a) if isinstance(a, Tensor) else a for a in args))
-        return self.overload(*args)
 
     def _refuse_tangents(self, args: tuple) -> None:
         for a in itertools.chain.from_iterable(a if isinstance(a, list) else (a,) for a in args):
@@ -162,7 +135,6 @@ def _kind(a: Any) -> Any:
 
 
 _PLAIN = (Tensor, Parameter)
-_is_grad_enabled, _profiler_enabled = torch.is_grad_enabled, torch.autograd._profiler_enabled
 _has_storage = torch._C._has_storage  # false for sparse tensors and torch's wrappers
 _watchers = (  # each counts what is active: modes for dispatch and functions, the tracer
     torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack, torch._C._is_tracing,
@@ -174,53 +146,9 @@ def _has_values(x: Tensor) -> bool:
     return _has_storage(x) and x.data_ptr() != 0 and not x.is_neg()
 
 
-def look_at(args: tuple) -> int:
-    """How an eager call continues: 0 with care; 1 straight to the implementation; 2 the same, and
-    an input requires a gradient. csrc/bindings_eager.cpp does the same in a fifth of the time."""
-    if _is_watched():
-        return 0
-    needs_grad = False
-    for a in args:
-        if type(a) in _PLAIN:
-            if not (a.is_cuda or a.is_cpu) or not _has_values(a):
-                return 0
-            needs_grad = needs_grad or a.requires_grad
-        elif isinstance(a, Tensor):
-            return 0
-    return 1 + needs_grad
-
-
-_look_at = look_at
-if _C is not None:
-    _C.prepare_eager(Tensor, Parameter, torch._C._functorch.peek_interpreter_stack, _watchers)
-    _look_at = _C.look_at
-
-
-_on_cpu, _on_cuda = operator.attrgetter("is_cpu"), operator.attrgetter("is_cuda")
-
-
-def _lists_are_plain(args: tuple) -> bool:
-    """Whether a call that writes into lists of tensors goes straight to the implementation."""
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
-        return False
-    if _is_grad_enabled() or _profiler_enabled() or not _look_at(args):
-        return False
-    for a in args:
-        if not isinstance(a, list) or not a or not isinstance(a[0], Tensor):
-            continue
-        here = all(map(_on_cpu, a)) or all(map(_on_cuda, a))
-        if not (here and {*map(type, a)} <= {*_PLAIN} and all(map(_has_storage, a))):
-            return False
-        if any(map(Tensor.is_neg, a)):
-            return False
-    return True
-
-
-def goes_straight(args: tuple) -> bool:
-    """Whether a call outside of autograd may read and write the memory of these tensors."""
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
-        return False
-    return _look_at(args) > 0
+def is_eager() -> bool:
+    """Whether no mode, transform, tracer or tangent has a say in a call outside of autograd."""
+    return not (torch.compiler.is_compiling() or forward_ad._current_level >= 0 or _is_watched())
 
 
 def _stem(name: str) -> str:
@@ -340,25 +268,14 @@ def define_autograd(
     is not called if no output has a gradient; of several, some may be None.
 
     Args:
-        by_products: number of last outputs that only backward needs. They have no gradient, and an
-            eager call that is differentiated does not return them. Under torch.func a second
-            derivative may request one: it is refused.
+        by_products: number of last outputs that only backward needs. They have no gradient. Under
+            torch.func a second derivative may request one: it is refused.
         once: the name in the error for a derivative of the gradients; "": backward checks it.
     """
 
     def setup(ctx, inputs, output):
-        if by_products:
-            ctx.mark_non_differentiable(*output[-by_products:])
-        setup_of_transform(ctx, inputs, output)
-
-    def setup_of_transform(ctx, inputs, output):
         ctx.set_materialize_grads(False)
         setup_context(ctx, inputs, output)
-
-    def backward_of_transform(ctx, *grads):
-        if any(grad is not None for grad in grads[len(grads) - by_products :]):
-            return op._no_backward(ctx, *grads)
-        return backward_of_some(ctx, *grads)
 
     def backward_of_some(ctx, *grads):
         for grad in grads:
@@ -368,24 +285,22 @@ def define_autograd(
                 return backward(ctx, *grads)
         return (None,) * len(ctx.needs_input_grad)
 
-    def through_dispatcher(ctx, *inputs):
+    def backward_of_transform(ctx, *grads):
+        if any(grad is not None for grad in grads[len(grads) - by_products :]):
+            return op._no_backward(ctx, *grads)
+        return backward_of_some(ctx, *grads)
+
+    def forward(ctx, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
             output = op.overload(*inputs)
+        if by_products:
+            ctx.mark_non_differentiable(*output[-by_products:])
         setup(ctx, inputs, output)
         return output
 
-    def eager(ctx, *inputs):
-        output = op.run(*inputs)
-        setup_of_transform(ctx, inputs, output)
-        return output[:-by_products] if by_products else output
-
-    through = _function(op.name, forward=through_dispatcher, backward=backward_of_some)
+    through = _function(op.name, forward=forward, backward=backward_of_some)
     _library.impl(op.name, through.apply, "Autograd")
-    # Without Function.apply's checks for transforms and the wrappers that they leave, which
-    # __call__ has already made.
-    at_once = _function(op.name, forward=eager, backward=backward_of_some)
-    op.apply = super(torch.autograd.Function, at_once).apply
-    op.setup_context, op.backward = setup_of_transform, backward_of_transform
+    op.setup_context, op.backward = setup, backward_of_transform
 
 
 COMPILED: set[str] = set()  # names of csrc/torch's ops

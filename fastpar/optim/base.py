@@ -360,7 +360,11 @@ class EngineOptimizer(torch.optim.Optimizer):
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Like torch's, for main gradients and shards too: of this optimizer's parameters."""
-        if self.__dict__.get("_alone"):
+        alone = self.__dict__.get("_alone")
+        if alone and set_to_none and not torch.autograd._profiler_enabled():
+            for p in alone:
+                p.grad = None
+        elif alone:
             plain(torch.optim.Optimizer.zero_grad)(self, set_to_none)
         for engine in self.engines():
             engine.zero_grad(set_to_none, of=self)

@@ -542,9 +542,8 @@ class CaptureCheck(TorchDispatchMode):
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> CaptureCheck:
-        # Ops on plain tensors skip the dispatcher, as without this mode, so it sees inside them.
+        # Lists of plain tensors skip the dispatcher, as without this mode.
         self._patches.enter_context(mock.patch.object(op, "_is_watched", return_value=False))
-        self._patches.enter_context(mock.patch.object(op, "_look_at", op.look_at))
         for owner, names, why in _CALLS:
             for name in names:
                 refuse = _refusal(f"{owner.__name__}.{name}", why, getattr(owner, name))

@@ -426,7 +426,7 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, do, *_):
     q, k, v, o, stats, key, cu_seqlens = ctx.saved_tensors
     rest = key, ctx.site_head, ctx.threshold, cu_seqlens, ctx.first_row
-    dq, dk, dv = _composed_bwd.after(do)(do, q, k, v, o, stats, *ctx.how, *rest)
+    dq, dk, dv = _composed_bwd(do, q, k, v, o, stats, *ctx.how, *rest)
     return dq, *((None, None) if k is None else (dk, dv)), *[None] * 7
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import has_bf16_gemm, has_gemm
 from fastpar.kernels.choice import ignores_times, ignoring_times
-from fastpar.kernels.op import COMPILED, define_op, goes_straight
+from fastpar.kernels.op import COMPILED, define_op, is_eager, is_plain
 
 if TYPE_CHECKING:
     from fastpar.kernels.linear.fp8 import Fp8
@@ -76,8 +76,8 @@ _gemm_op = define_op(
 
 def _gemm(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, accumulate: bool) -> None:
     """Our product, also outside of the ops below: in whoever's backward."""
-    args = out, a, b, bias, accumulate
-    (_gemm_run if goes_straight(args) else _gemm_op)(*args)
+    straight = is_eager() and all(x is None or is_plain(x) for x in (out, a, b, bias))
+    (_gemm_run if straight else _gemm_op)(out, a, b, bias, accumulate)
 
 
 def matmul(
