@@ -31,14 +31,10 @@ from bench.records import RESULTS, SCRATCH, ResultFile, device_of, homes, machin
 from fastpar.comm.ranks import reason
 
 COMMANDS = {  # which are no benches: module with a main()
-    "compare": "bench.systems.compare",
-    "host": "bench.systems.host",
-    "ingest": "bench.ingest",
-    "matrix": "bench.systems.matrix",
-    "report": "bench.report.report",
-    "study": "bench.systems.study",
-    "tune": "bench.ops.tune",
-}
+    "compare": "bench.systems.compare", "host": "bench.systems.host", "ingest": "bench.ingest",
+    "matrix": "bench.systems.matrix", "report": "bench.report.report",
+    "study": "bench.systems.study", "tune": "bench.ops.tune",
+}  # fmt: skip
 
 
 def names() -> list[str]:

@@ -469,24 +469,15 @@ def dequantize_case(n: int, form: str, device: str) -> Case:
 
 
 BENCHES: dict[str, tuple[Callable[[Bench], Iterator[Case]], int, int]] = {  # seconds: CPU, GPU
-    "activation": (activation, 400, 160),
-    "attention": (attention, 600, 160),
-    "sum_shards": (sum_shards, 200, 40),
-    "cross_entropy": (cross_entropy, 300, 80),
-    "embedding": (embedding, 300, 60),
-    "gelu": (gelu, 400, 80),
-    "global_norm": (global_norm, 200, 40),
-    "grouped_linear": (grouped_linear, 400, 60),
-    "layer_norm": (layer_norm, 900, 150),
-    "linear": (linear, 400, 50),
-    "linear_cross_entropy": (linear_cross_entropy, 600, 140),
-    "linear_fp8": (linear_fp8, 200, 60),
-    "orthogonalize": (orthogonalize, 200, 40),
-    "permute": (permute, 200, 40),
-    "philox": (philox, 200, 40),
-    "quantize": (quantize, 300, 60),
-    "route": (route, 120, 30),
-}
+    "activation": (activation, 400, 160), "attention": (attention, 600, 160),
+    "sum_shards": (sum_shards, 200, 40), "cross_entropy": (cross_entropy, 300, 80),
+    "embedding": (embedding, 300, 60), "gelu": (gelu, 400, 80),
+    "global_norm": (global_norm, 200, 40), "grouped_linear": (grouped_linear, 400, 60),
+    "layer_norm": (layer_norm, 900, 150), "linear": (linear, 400, 50),
+    "linear_cross_entropy": (linear_cross_entropy, 600, 140), "linear_fp8": (linear_fp8, 200, 60),
+    "orthogonalize": (orthogonalize, 200, 40), "permute": (permute, 200, 40),
+    "philox": (philox, 200, 40), "quantize": (quantize, 300, 60), "route": (route, 120, 30),
+}  # fmt: skip
 TIME_LIMIT_S = {name: {"cpu": cpu, "cuda": gpu} for name, (_, cpu, gpu) in BENCHES.items()}
 
 

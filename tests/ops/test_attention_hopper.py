@@ -520,15 +520,10 @@ def check_bwd(found, do, q, k, v, scale):
 CHECKS = {"fwd": check_fwd, "bwd": check_bwd}
 SLOTS = {"fwd": [(2, 2), (1, 1), (1, 3)], "bwd": [(3, 2), (2, 1), (4, 1)]}  # shipped ones first
 SIZES = [  # B, T, H, Hkv, D of the forward; programs; slots. T of the backward: multiples of 4
-    ((1, 4, 1, 1, 64), 1, 0),
-    ((2, 132, 2, 1, 128), 3, 0),
-    ((1, 300, 4, 2, 64), 2, 1),
-    ((1, 300, 2, 2, 64), 1, 2),
-    slow((2, 384, 1, 1, 64), 5, 0),
-    slow((1, 1024, 2, 2, 64), 3, 0),
-    slow((3, 128, 2, 2, 128), 2, 0),
-    slow((1, 2000, 2, 1, 128), 7, 0),
-]
+    ((1, 4, 1, 1, 64), 1, 0), ((2, 132, 2, 1, 128), 3, 0), ((1, 300, 4, 2, 64), 2, 1),
+    ((1, 300, 2, 2, 64), 1, 2), slow((2, 384, 1, 1, 64), 5, 0), slow((1, 1024, 2, 2, 64), 3, 0),
+    slow((3, 128, 2, 2, 128), 2, 0), slow((1, 2000, 2, 1, 128), 7, 0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("way", CHECKS)
@@ -588,17 +583,12 @@ def without(role, what, which):
 
 EARLY, MIXED = "filled while|the phase before its own", "before or after"
 FAULTS = [  # way, what check says, which role (two consumers, the producer), its fault
-    ("fwd", EARLY, 0, moved, "arrive", -2),
-    ("bwd", EARLY, 0, moved, "arrive", -3),
-    ("fwd", EARLY, 2, without, "wait", 6),
-    ("bwd", EARLY, 2, without, "wait", 4),
-    ("fwd", MIXED, 0, without, "wait", 1),
-    ("bwd", MIXED, 0, without, "wait", 1),
-    ("fwd", MIXED, 1, without, "wait", 2),
-    ("bwd", MIXED, 1, without, "wait", 0),
-    ("fwd", "deadlock", 0, without, "arrive", 0),
-    ("bwd", "deadlock", 0, without, "arrive", 0),
-]
+    ("fwd", EARLY, 0, moved, "arrive", -2), ("bwd", EARLY, 0, moved, "arrive", -3),
+    ("fwd", EARLY, 2, without, "wait", 6), ("bwd", EARLY, 2, without, "wait", 4),
+    ("fwd", MIXED, 0, without, "wait", 1), ("bwd", MIXED, 0, without, "wait", 1),
+    ("fwd", MIXED, 1, without, "wait", 2), ("bwd", MIXED, 1, without, "wait", 0),
+    ("fwd", "deadlock", 0, without, "arrive", 0), ("bwd", "deadlock", 0, without, "arrive", 0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("way", CHECKS)
