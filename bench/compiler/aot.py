@@ -122,10 +122,7 @@ def collect(calls: Sequence[tuple[str, Callable[[], Any]]], archs: Sequence[int]
             with record(arch) as launches:
                 call()
             if not launches:
-                raise ValueError(
-                    f"collect: expected a launch, got none from call={label}; "
-                    "give it tensors that are not empty"
-                )
+                raise ValueError(f"collect: expected a launch, got none of {label}; give it rows")
             jobs += [Job(arch, launch, [label]) for launch in launches]
     return jobs
 
@@ -318,10 +315,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if name not in modules():
             raise ValueError(f"aot: expected one of {', '.join(modules())}, got module={name}")
     if args.check and (args.modules or args.installed):
-        raise ValueError(
-            "aot: expected all modules and versions with --check, got "
-            f"modules={args.modules} installed={args.installed}; drop one"
-        )
+        raise ValueError("aot: expected neither modules nor --installed with --check; drop one")
     if not args.installed and not args.worker and not (MINIMUM_FOLDER / "triton").is_dir():
         raise ValueError(
             f"aot: expected Triton {MINIMUM} in build/{MINIMUM_FOLDER.name}, got "

@@ -96,9 +96,7 @@ def write_page(folder: Path, name: str, title: str, *parts: str) -> None:
     (folder / name).write_text("\n".join([f"# {title}, compiled ahead of time\n", *parts]))
 
 
-def sections(
-    head: Sequence[str], found: dict[str, list[list[str]]], rows: Sequence[Row], whose: str
-) -> str:
+def sections(head: Sequence[str], found: dict[str, Any], rows: Sequence[Row], whose: str) -> str:
     """A heading and a table for each part; then what is exempt from which rule and why."""
     text = []
     for part, lines in found.items():

@@ -55,11 +55,9 @@ def _narrow(row: Row, what: str) -> str | None:
 
 
 RULES: dict[str, Callable[[Row], str | None]] = {
-    "spills": aot_rules.spills,
-    "16-byte loads": lambda row: _narrow(row, "load"),
-    "16-byte stores": lambda row: _narrow(row, "store"),
-    "atomics": aot_rules.atomics,
-}
+    "spills": aot_rules.spills, "16-byte loads": lambda row: _narrow(row, "load"),
+    "16-byte stores": lambda row: _narrow(row, "store"), "atomics": aot_rules.atomics,
+}  # fmt: skip
 
 
 def sources() -> list[str]:

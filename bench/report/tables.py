@@ -296,12 +296,10 @@ def ops_table(rows: Sequence[Row]) -> Table:
     values = "fastpar ms = ms | against fastest | rate | of the ceiling | peak MB | stock peak MB"
     values += " | host us | compile s"
     cells = {
-        "op": of(name),
-        "stock ms": of(lambda row: shown(base(row))),
-        "fastest stock ms": of(lambda row: shown(best(row))),
-        "against fastest": of(fastest),
+        "op": of(name), "stock ms": of(lambda row: shown(base(row))),
+        "fastest stock ms": of(lambda row: shown(best(row))), "against fastest": of(fastest),
         "stock peak MB": of(lambda row: megabytes(base(row))),
-    }
+    }  # fmt: skip
     names = "op | stock ms | fastest stock ms"
     return spec(lambda rows: own, names, values, cells, lambda row: (base(row), best(row)))(rows)
 

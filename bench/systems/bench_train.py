@@ -59,13 +59,10 @@ CONFIGS = {
 }
 QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
 MODELS = {  # preset -> what runs with --quick
-    "gpt2": QUICK,
-    "gpt2-medium": QUICK,
-    "gpt2-large": QUICK,
-    "gpt2-xl": QUICK,
+    "gpt2": QUICK, "gpt2-medium": QUICK, "gpt2-large": QUICK, "gpt2-xl": QUICK,
     "nanochat-d12": GPTConfig.preset("nanochat-tiny", vocab_size=256),
     "qwen3-0.6b": GPTConfig.preset("qwen3-tiny", vocab_size=256),
-}
+}  # fmt: skip
 BYTES = 24  # of a parameter in fp32: weight, gradient, two moments; the rest for activations
 GPU_CASES = ("124M", "1.5B")
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.99), 0.1, 1.0

@@ -75,13 +75,11 @@ class Trial:
         return self.rows * self.config.block_size
 
 
-def batch(
-    config: GPTConfig, step: int, dp_rank: int, dp_size: int, rows: int
-) -> tuple[Tensor, Tensor]:
-    """The sequences of one of dp_size ranks of the step's `rows` ones."""
+def batch(config: GPTConfig, step: int, rank: int, size: int, rows: int) -> tuple[Tensor, Tensor]:
+    """The sequences of one of `size` data-parallel ranks, of the step's `rows` ones."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(config.vocab_size, (rows, config.block_size + 1), generator=generator)
-    tokens = tokens.view(dp_size, rows // dp_size, -1)[dp_rank]
+    tokens = tokens.view(size, rows // size, -1)[rank]
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
