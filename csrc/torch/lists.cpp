@@ -2,13 +2,13 @@
 #include "../lists.h"
 
 #include <ATen/ops/_foreach_copy.h>
+#include <torch/custom_class.h>
 
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include "node.h"
-#include <torch/custom_class.h>
 
 namespace fastpar::lists {
 namespace {

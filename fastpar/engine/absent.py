@@ -486,6 +486,8 @@ class _ThreadEngines(threading.local):
 
     def __init__(self) -> None:
         self.engines: weakref.WeakSet[Any] = weakref.WeakSet()
+        # What a step of an optimizer was checked with: engines, parameters without one.
+        self.seen: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 _here = _ThreadEngines()
@@ -510,24 +512,26 @@ def engines_made() -> int:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    steps_engines = getattr(optimizer, "steps_engines", False)
-    if not steps_engines:
-        _refuse_sharded(optimizer)
-    if not _here.engines:
-        return
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    owners = optimizer.members().owners if steps_engines else engines_of(params)  # type: ignore[attr-defined]
-    strangers = {p for p, engine in zip(params, owners) if engine is None and p.requires_grad}
-    for engine in list(_here.engines) if strangers else ():
+    if getattr(optimizer, "steps_engines", False):
+        owners = optimizer.members().owners  # type: ignore[attr-defined]
+    else:
+        owners = engines_of(params)
+        _refuse_sharded(optimizer, owners)
+    strangers = [p for p, engine in zip(params, owners) if engine is None and p.requires_grad]
+    seen = len(_here.engines), engines_made(), [*map(id, strangers)]
+    if not strangers or not _here.engines or _here.seen.get(optimizer) == seen:
+        return
+    for engine in list(_here.engines):
         model = engine.shards.model()
-        if model is not None and not strangers.isdisjoint(model.parameters()):
+        if model is not None and not {*strangers}.isdisjoint(model.parameters()):
             engine.shards.check()  # the error names it
+    _here.seen[optimizer] = seen
 
 
-def _refuse_sharded(optimizer: torch.optim.Optimizer) -> None:
+def _refuse_sharded(optimizer: torch.optim.Optimizer, owners: Iterable[Any]) -> None:
     name = type(optimizer).__name__
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    for engine in map(engine_of_parameter, params):
+    for engine in dict.fromkeys(owners):
         if engine is None:
             continue
         engine.partials.check()

@@ -96,6 +96,7 @@ class Control:
         self._tokens: Tensor | int | None = None
         self._doubt = ""  # why the count of tokens may be wrong, for the error
         self._rows: Tensor | None = None
+        self._nothing = torch.zeros(0, dtype=torch.float64, device=device)
         self._late: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self._words: list[int] = []  # those of sent
         self.sent: Any = None
@@ -135,6 +136,14 @@ class Control:
         """Note that some gradients were zeroed, so the count of tokens may be wrong."""
         if self._tokens is not None:
             self._doubt = "zero_grad() of some parameters came after count_tokens()"
+
+    def has_nothing_to_say(self) -> bool:
+        """Whether there is one rank, without tokens or values: then no exchange is needed."""
+        if self.group is not None or self.has_values or self.tally is not None or self._doubt:
+            return False
+        self.token_scale = None
+        self.contributed = self._nothing
+        return True
 
     def exchange(
         self,

@@ -3,8 +3,7 @@ memory is poisoned.
 
 How replicas are found: by names and ranges, not by ranks. Each rank describes what it holds as
 "parameter or entry, first element, elements, slice along tp"; ranks with the same description must
-hold the same bits. One rule serves every stage, shards and tp. A rank sends three words for each of
-four classes; only if they differ, a second round compares every tensor.
+hold the same bits. One rule serves every stage, shards and tp. A rank sends two words for each.
 
 No single flipped bit keeps the checksum: the checksum is the sum of 64-bit words times odd weights,
 modulo 2**64. A flipped bit k changes a word by 2**k and the sum by 2**k times an odd number: never
@@ -15,7 +14,6 @@ differ by position, so exchanged words are noticed too.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import inspect
 import math
@@ -24,19 +22,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from fastpar.comm.collectives import Collectives, capturing
-from fastpar.comm.mesh import first_difference
 from fastpar.engine.absent import Hook
 from fastpar.engine.shards import Shards
 
 _CHUNK = 1 << 23  # bytes of a checksum at a time
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed word
-_CLASSES = 4  # whole or piece, split along tp or not
+_NAME = 200  # bytes of a name in a message
 _FIRST = 2  # forwards whose inputs are compared without being asked
 
 
@@ -111,54 +107,36 @@ class InputCheck:
     def compare(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise, on every rank of the group alike, unless all inputs are equal. Ranks: all.
 
-        Wire: 8 bytes per rank; the tensors only if they differ.
+        Wire: 8 bytes per rank; if they differ 8 for each input.
         """
         named = _named_tensors(model, args, kwargs)
-        lines = [f"{name}: {x.dtype} {list(x.shape)}" for name, x in named]
-        raw = [x.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, x in named]
-        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8)
-        for x in raw:
-            digest.update(x.numpy().data)
-        mine = int.from_bytes(digest.digest(), "little", signed=True)
-        if {mine} == {each for [each] in self._numbers(mine)}:  # true on all ranks, or on none
+        words = [_word(f"{name} {x.dtype} {list(x.shape)}", x) for name, x in named]
+        if len({each for [each] in self._numbers(_word(str(words)))}) == 1:
             return
-        found = self._unlike(lines) or self._first(named, raw)
+        most = max(n for [n] in self._numbers(len(words)))
+        rows = self._numbers(*words, *[0] * (most - len(words)))
+        unlike = [(i, r) for i in range(most) for r, row in enumerate(rows) if row[i] != rows[0][i]]
+        i, rank = unlike[0]
+        name = f"argument '{named[i][0]}'" if i < len(named) else "a further argument"
         raise RuntimeError(
-            f"parallelize: the ranks of a {self.axis} group got different inputs: argument "
-            f"{found}; give them the same batch: choose it by mesh.dp_rank, not by mesh.rank"
+            f"parallelize: the ranks of a {self.axis} group got different inputs: {name} on "
+            f"{self.axis} rank {rank} is not that of rank 0; give them the same batch: choose it "
+            "by mesh.dp_rank, not by mesh.rank"
         )
-
-    def _unlike(self, lines: Sequence[str]) -> str | None:
-        """The first argument with another shape, dtype or name."""
-        text = "\n".join(lines).encode()
-        longest = max(n for [n] in self._numbers(len(text)))
-        padded = torch.frombuffer(bytearray(text.ljust(longest + 1)), dtype=torch.uint8)
-        texts = [bytes(row.tolist()).decode().rstrip(" ") for row in self._gather(padded)]
-        rank, mine, first = first_difference([text.split("\n") if text else [] for text in texts])
-        if rank < 0:
-            return None
-        name = (mine if first == "nothing" else first).split(":")[0]
-        return f"'{name}' on {self.axis} rank {rank}: {mine} where rank 0 has {first}"
-
-    def _first(self, named: Sequence[tuple[str, Tensor]], raw: Sequence[Tensor]) -> str:
-        """The first element that differs from rank 0's."""
-        mine = len(named), 0
-        for i, x in enumerate(raw):
-            unequal = (self._gather(x)[0] != x).nonzero() if x.numel() else x
-            if mine[0] == len(named) and unequal.numel():
-                mine = i, int(unequal[0]) // named[i][1].element_size()
-        i, rank, element = min((i, r, at) for r, (i, at) in enumerate(self._numbers(*mine)))
-        name, x = named[i]
-        index = [*map(int, np.unravel_index(element, x.shape))]
-        return f"'{name}' first at index {index} on {self.axis} rank {rank}"
-
-    def _gather(self, x: Tensor) -> Tensor:
-        """[W, *x.shape]: the tensors of all ranks, on the host."""
-        return self.group.gathered(x.to(self.group.device)).cpu()
 
     def _numbers(self, *mine: int) -> list[list[int]]:
         """Those of each rank."""
-        return self._gather(torch.tensor(mine, dtype=torch.int64, device="cpu")).tolist()
+        given = torch.tensor(mine, dtype=torch.int64, device=self.group.device)
+        return self.group.gathered(given).tolist()
+
+
+def _word(text: str, x: Tensor | None = None) -> int:
+    """A hash of a text and a tensor's bits, a signed 64-bit word."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8)
+    if x is not None:
+        raw = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        digest.update(raw.numpy().data)
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def _named_tensors(
@@ -188,17 +166,6 @@ class Held(NamedTuple):
     start: int  # -1: all elements
     split: str  # which part of it along tp and ep; "" where it is whole
     values: Tensor
-
-
-class Difference(NamedTuple):
-    """Ranks that should hold the same, grouped by what they hold, largest group first."""
-
-    groups: list[list[int]]
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether more ranks agree on one content than on any other."""
-        return len(self.groups[0]) > len(self.groups[1])
 
 
 def checksum(x: Tensor) -> Tensor:
@@ -233,48 +200,36 @@ def check_replicas(
     Raises:
         RuntimeError: names rank, parameter and step; without a majority it says that it cannot
             tell which ranks are right.
-    Wire: 96 bytes per rank; if they differ 8 for each parameter and entry.
+    Wire: 16 bytes per rank for each parameter and entry.
     """
     mesh = shards.mesh
     if group is None:
         return
     with contextlib.nullcontext() if shards.stage.frees_parameters else shards.gathered():
-        classes: list[list[Held]] = [[] for _ in range(_CLASSES)]
-        for held in _held(shards, optimizer):
-            classes[2 * (held.start < 0) + bool(held.split)].append(held)
-        sums = [[checksum(held.values).to(mesh.device) for held in each] for each in classes]
-    zero = torch.zeros((), dtype=torch.int64, device=mesh.device)
-    said = [[len(each), _key(each)] for each in classes]
-    totals = [functools.reduce(lambda a, b: a * _ODD + b, each, zero) for each in sums]
-    mine = torch.cat(
-        [torch.tensor(said, device=mesh.device, dtype=torch.int64), torch.stack(totals)[:, None]], 1
-    )
-    differing: list[tuple[int, Difference]] = []
-    rows = group.gathered(mine).tolist()  # [ranks, classes, 3]
-    for i in range(_CLASSES):
-        differing += [(i, each) for each in differences([(row[i][1], row[i][2]) for row in rows])]
-    if not differing:
-        return
-    # All ranks know the difference now and choose the same class.
-    i, difference = min(differing, key=lambda each: (not each[1].is_clear, each[0]))
-    most = max(row[i][0] for row in rows)
-    parts = group.gathered(torch.stack([*sums[i], *[zero] * (most - len(sums[i]))]))
-    ranks = [rank for each in difference.groups for rank in each]
-    first = int((parts[ranks] != parts[ranks[0]]).any(0).nonzero()[0])
-    raise RuntimeError(_message(difference, classes[i][first].what, step))
-
-
-def differences(everyone: Sequence[tuple[int, int]]) -> list[Difference]:
-    """Where (key, sum) of the ranks differ: equal keys must have equal sums."""
-    unlike = []
-    for key in dict.fromkeys(key for key, _ in everyone):
-        groups: dict[int, list[int]] = {}
-        for rank, (theirs, total) in enumerate(everyone):
-            if theirs == key:
-                groups.setdefault(total, []).append(rank)
-        if len(groups) > 1:
-            unlike.append(Difference(sorted(groups.values(), key=len, reverse=True)))
-    return unlike
+        held = [*_held(shards, optimizer)]
+        sums = [checksum(each.values).to(mesh.device) for each in held]
+    keys = [_word(f"{x.what} {x.start} {x.values.numel()} {x.split}") for x in held]
+    most = int(group.gathered(torch.tensor([len(held)], device=mesh.device)).max())
+    mine = torch.zeros(2, most, dtype=torch.int64, device=mesh.device)
+    mine[0, : len(held)] = torch.tensor(keys, dtype=torch.int64, device=mesh.device)
+    mine[1, : len(held)] = torch.stack(sums)
+    found: dict[int, dict[int, list[int]]] = {}  # key -> checksum -> ranks
+    for rank, (theirs, totals) in enumerate(group.gathered(mine).tolist()):
+        for key, total in zip(theirs, totals):
+            found.setdefault(key, {}).setdefault(total, []).append(rank)
+    differing = [
+        (key, sorted(by.values(), key=len, reverse=True))
+        for key, by in found.items()
+        if len(by) > 1
+    ]
+    if differing:  # on all ranks, which choose the same
+        key, groups = min(differing, key=lambda each: len(each[1][0]) == len(each[1][1]))
+        name = held[keys.index(key)].what if key in keys else ""  # only its ranks know it
+        letters = torch.tensor([*name.encode()[:_NAME].ljust(_NAME)], device=mesh.device)
+        what = (
+            bytes(group.gathered(letters)[groups[0][0]].tolist()).decode(errors="ignore").rstrip()
+        )
+        raise RuntimeError(_message(groups, what, step))
 
 
 def _held(shards: Shards, optimizer: Any) -> Iterator[Held]:
@@ -295,26 +250,18 @@ def _held(shards: Shards, optimizer: Any) -> Iterator[Held]:
             yield Held(f"{entry} of parameter '{name}'", start, split, value)
 
 
-def _key(held: Sequence[Held]) -> int:
-    """A hash of the descriptions of what a rank holds, a signed word; slices differ."""
-    lines = [f"{each.what} {each.start} {each.values.numel()} {each.split}" for each in held]
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True)
-
-
-def _message(difference: Difference, what: str, step: int) -> str:
-    rule = "Engine.check_replicas: replicas differ"
-    first, *others = difference.groups
-    if difference.is_clear:
+def _message(groups: Sequence[Sequence[int]], what: str, step: int) -> str:
+    """groups: ranks that hold the same, the largest first."""
+    rule, first, others = "Engine.check_replicas: replicas differ", groups[0], groups[1:]
+    if len(first) > len(others[0]):
         wrong = sorted(rank for each in others for rank in each)
         return (
             f"{rule} on {_ranks(wrong)} in {what} after step {step}, where {_ranks(first)} agree; "
             "check that machine's memory and device, and resume from the last checkpoint without it"
         )
-    between = " and ".join(map(_ranks, difference.groups))
     return (
-        f"{rule} between {between} in {what} after step {step}, without a majority; check these "
-        "machines' memory and devices, and resume from the last checkpoint"
+        f"{rule} between {' and '.join(map(_ranks, groups))} in {what} after step {step}, without "
+        "a majority; check these machines' memory and devices, and resume from the last checkpoint"
     )
 
 

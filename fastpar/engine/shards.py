@@ -334,8 +334,9 @@ class Shards:
             bucket.storage.await_weights(bucket)
             pieces += bucket.all_pieces()
         if self._order is None or self._order[0] is not params:
-            numbers = {p: i for i, p in enumerate(p for b in self.buckets for p in b.params)}
-            self._order = params, [numbers[p] for p in params]
+            known = [id(p) for b in self.buckets for p in b.params]
+            numbers = dict(zip(known, range(len(known))))
+            self._order = params, [numbers[id(p)] for p in params]
         return tuple(zip(*map(pieces.__getitem__, self._order[1])))
 
     def _reduced(self, params: Iterable[Tensor]) -> list[Tensor]:

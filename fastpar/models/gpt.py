@@ -485,7 +485,7 @@ class Attention(Parts):
             weight, bias = self._gathered(weight, near), self._gathered(bias, near)
             groups = config.queries_per_key // near.size + 2
         qkv = column_linear(y, weight, bias, self.tp, c_attn.fp8)  # [B, T, QKV/tp]
-        qkv = qkv.unflatten(-1, (groups, -1, self.head_dim))
+        qkv = qkv.view(*qkv.shape[:-1], groups, -1, self.head_dim)
         each = self._apart(qkv, turns)  # [B, T, 3, H/tp, D], or q, k and v
         heads = each[0].shape[-2]
         if self.cp is not None and self.cp.by_keys:

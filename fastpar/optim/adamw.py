@@ -255,7 +255,8 @@ class AdamW(EngineOptimizer):
         groups, dtype = [self.param_groups[i] for i in used], rows.pieces[0].dtype
         if any(g["capturable"] for g in groups) or any(p.dtype != dtype for p in rows.pieces):
             return None  # counters on the device, masters of some
-        names = [*map(self.storage.moment_entry, moment_names(amsgrad=False))]
+        moments = moment_names(amsgrad=False)
+        names: list[str | None] = [*map(self.storage.moment_entry, moments)]
         names += ["max_exp_avg_sq" if groups[0]["amsgrad"] else None]
         names += [master_entry(dtype, self.master_weights)]
         scales = self.storage.moment_dtype == torch.uint8

@@ -256,9 +256,10 @@ class Rows:
     def table(self, *, zero_grad: bool = False) -> Tensor | None:
         """rows_of() the pieces, which will be written, then of the gradients, which zero_grad
         writes too. None: this is no eager call on plain tensors."""
-        both, n = [*self.pieces, *self.grads], len(self)
-        if self._read is None and n and goes_at_once(both):
-            self._read = rows_of(both, 2 * n if zero_grad else n)
+        if self._read is None and len(self):
+            both = [*self.pieces, *self.grads]
+            if goes_at_once(both):
+                self._read = rows_of(both, len(both) if zero_grad else len(self))
         return self._read
 
     def usual_grads(self, *, zero_grad: bool = False) -> Tensor | None:
@@ -441,7 +442,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         for engine in engines:
             engine.before_step(self)
         n = len(params)
-        pieces, starts = params, [0] * n
+        pieces: Sequence[Tensor] = params
+        grads: Sequence[Any]
+        starts: Sequence[int] = [0] * n
         if all(e.shards.are_stepped_in_place() for e in engines):
             grads = [p.grad for p in params]
         elif len(engines) == 1 and None not in owners:

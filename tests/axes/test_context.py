@@ -191,7 +191,7 @@ def test_what_a_model_of_cp_refuses():
         assert copy.deepcopy(model).cp is model.cp
         x, y = batch()
         x[1, 0] = torch.distributed.get_rank()
-        different = r"of a cp group got different .*'idx' first at index \[1, 0\] on cp"
+        different = r"of a cp group got different .*'idx' on cp"
         for kind, message, call in (
             (RuntimeError, r"itself on rank \d of 2; save", lambda: pickle.dumps(model)),
             (ValueError, "got one with cp=2; load it", lambda: generate(model, x, 1)),

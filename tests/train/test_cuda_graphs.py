@@ -463,13 +463,13 @@ def test_a_whole_step_can_be_captured(monkeypatch, dtype, scale, options):
 
 def test_a_step_may_tell_the_library_who_serves(monkeypatch):
     _, third = after_two_steps(monkeypatch)
-    norm = base.global_norm
+    norm = base.norm_of_rows
 
     def tells(*args, **kwargs):
         choice.forget_recipes()
         return norm(*args, **kwargs)
 
-    monkeypatch.setattr(base, "global_norm", tells)
+    monkeypatch.setattr(base, "norm_of_rows", tells)
     third()
 
 
@@ -478,7 +478,7 @@ def test_a_step_may_tell_the_library_who_serves(monkeypatch):
     [
         (activation_triton, "activation_fwd"),
         (activation_triton, "activation_bwd"),
-        (base, "global_norm"),
+        (base, "norm_of_rows"),
         (optim, "adamw_step_"),
         (optim, "_count"),
         (None, "torch's AdamW"),
