@@ -31,14 +31,10 @@ from bench.records import RESULTS, SCRATCH, ResultFile, device_of, homes, machin
 from fastpar.comm.ranks import reason
 
 COMMANDS = {  # which are no benches: module with a main()
-    "compare": "bench.systems.compare",
-    "host": "bench.systems.host",
-    "ingest": "bench.ingest",
-    "matrix": "bench.systems.matrix",
-    "report": "bench.report.report",
-    "study": "bench.systems.study",
-    "tune": "bench.ops.tune",
-}
+    "compare": "bench.systems.compare", "host": "bench.systems.host", "ingest": "bench.ingest",
+    "matrix": "bench.systems.matrix", "report": "bench.report.report",
+    "study": "bench.systems.study", "tune": "bench.ops.tune",
+}  # fmt: skip
 
 
 def names() -> list[str]:
@@ -65,9 +61,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.names = args.names or names()
     for name in args.names:
         if name.partition(":")[0] not in names():
-            raise ValueError(
-                f"bench: expected one of {', '.join(names())}, got name={name}; choose one of these"
-            )
+            raise ValueError(f"bench: expected one of {', '.join(names())}, got name={name}")
     if args.commit_results and (args.quick or args.out):
         raise ValueError(
             "bench: expected full shapes and no --out with --commit-results, got "

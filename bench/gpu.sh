@@ -21,8 +21,6 @@ export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTORCH_NVML_BASED_CUDA_CHEC
 # For this GPU alone, or an H100: half of the time of a build for all.
 ARCH=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
 export FASTPAR_CUDA_ARCHS=${FASTPAR_CUDA_ARCHS-$([[ ${ARCH:-90} == 90 ]] && echo 90a || echo "$ARCH")}
-# Of the toolkit: compute-sanitizer is often not on the PATH.
-PATH=$PATH:/usr/local/cuda/bin:/opt/cuda/bin
 
 # fastpar/ and kernels/ as one package out of links. The working directory must stay off the path
 # then (its fastpar/ has no kernels/), hence the safe path.

@@ -41,7 +41,7 @@ from fastpar.kernels.choice import OWN
 LIMIT_S = 590.0
 END = {  # of a stage, in seconds
     "facts": 25, "prove": 135, "headline": 210, "checks": 360, "compiled": 395, "large": 465,
-    "tune": 525, "tools": 590, "on request": 590,
+    "tune": 590, "on request": 590,
 }  # fmt: skip
 AT_ONCE = 6
 # quick: tiny shapes, does the code run? scratch: of this run, its children's files. known: device

@@ -46,18 +46,10 @@ from bench.records import RESULTS, ROOT, ResultFile, Row, commit, homes, machine
 from bench.systems import bench_train
 from bench.systems.bench_train import Spec, Variant
 from fastpar.comm.ranks import reason
-from fastpar.doctor import doctor
+from fastpar.doctor import doctor, trial
 from fastpar.doctor.report import row as proof_line
 from fastpar.doctor.sources import digest_of
 from fastpar.doctor.table import VERSION, environment, row_of
-from fastpar.doctor.trial import (
-    clock_for,
-    compile_launch,
-    interleave,
-    launches_of,
-    synchronize,
-    warm,
-)
 from fastpar.files.runs import list_checkpoints
 from fastpar.kernels import backend
 from fastpar.kernels.attention import peers as attention_peers
@@ -84,7 +76,7 @@ def facts() -> Found:
     if RUN.device == "cuda":
         subprocess.run(["nvidia-smi", "-q", "-d", "CLOCK,POWER,ECC,PERFORMANCE"])
     note(about=machine(RUN.device), built=backend.describe())
-    host = clock_for(RUN.device).host_us(torch.zeros(1, device=RUN.device).zero_)
+    host = trial.clock_for(RUN.device).host_us(torch.zeros(1, device=RUN.device).zero_)
     found = list(measure_ceilings(RUN.device, RUN.quick))
     return {"ceilings": found, "shown": f"a launch takes {host or 0:.1f} us of the host"}
 
@@ -127,7 +119,7 @@ def prove() -> Found:
     lines: list[str] = []
     listed = classes()
     if RUN.device == "cuda" and "TRITON_CACHE_DIR" not in os.environ:  # nothing was carried
-        print(*warm(listed, gpu_here()), sep="\n")
+        print(*trial.warm(listed, gpu_here()), sep="\n")
     for number, case in enumerate(listed):
         note(at=f"{number} of {len(listed)}: {case}")
         start = time.perf_counter()
@@ -252,7 +244,9 @@ def device_code(cases: Sequence[Case]) -> str:
     without Triton their sources and csrc/."""
     digest = hashlib.sha256()
     for case in cases:
-        compiled = [compile_launch(one, gpu_here()) for one in launches_of(case, gpu_here())]
+        compiled = [
+            trial.compile_launch(one, gpu_here()) for one in trial.launches_of(case, gpu_here())
+        ]
         texts = sorted({without_debug(one.asm["ptx"]) for one in compiled})
         texts = texts or [digest_of(case.op), environment("cuda")["csrc"]]
         digest.update("".join([str(case), *texts]).encode())
@@ -663,33 +657,6 @@ TIMED = [
     ("global_norm", "GPT-2"), ("linear_fp8", "c_fc"), ("quantize", "int8"), ("sum_shards", ""),
     ("philox", ""), ("grouped_linear", ""), ("orthogonalize", "768x3072"),
 ]  # fmt: skip
-ATTEND = """
-import torch; from fastpar.kernels import attention; from fastpar.kernels.choice import trying
-for what in ("hopper", "own"):
-    x = [torch.randn({shape}, device="cuda").bfloat16().requires_grad_() for _ in "qkv"]
-    with trying("attention", what):
-        attention(*x).sum().backward()
-torch.cuda.synchronize()
-"""
-
-
-def under(*tool: str, shape: str, shows: str) -> Found:
-    """A program of attention under one of CUDA's tools, whose output has to show this."""
-    command = [*tool, sys.executable, "-c", ATTEND.format(shape=shape)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    print(run.stdout, run.stderr)
-    assert shows in run.stdout, (run.stdout + run.stderr)[-600:]
-    kept = ("Duration", "Throughput", "Registers Per", "Achieved Occupancy", "Context 1", "ERROR")
-    lines = [line.strip() for line in run.stdout.splitlines() if any(k in line for k in kept)]
-    return {"lines": lines[:60], "shown": f"{len(lines)} lines"}
-
-
-SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "WarpStateStats")
-MEMCHECK = partial(under, "compute-sanitizer", shape="1, 300, 4, 64", shows="SUMMARY: 0 errors")
-NCU = partial(
-    under, "ncu", "--clock-control", "none", *(w for s in SECTIONS for w in ("--section", s)),
-    "-k", "regex:attention", shape="16, 1024, 12, 64", shows="Duration",
-)  # fmt: skip
 
 
 def compile_124m() -> None:
@@ -711,11 +678,11 @@ def trainers(table: dict[str, Found], steps: int, look: Look | None = None) -> F
     def run(trainer: Trainer) -> int:
         for count in (6, steps):
             note(at=f"{name}: {count} steps, {'timed' if count == steps else 'first'}")
-            synchronize(RUN.device)
+            trial.synchronize(RUN.device)
             start, cpu = time.perf_counter(), time.process_time()
             for _ in range(2 if RUN.quick else count):
                 trainer.train_step()
-            synchronize(RUN.device)
+            trial.synchronize(RUN.device)
         each = 1e3 / (2 if RUN.quick else count)
         cpu_ms = (time.process_time() - cpu) * each
         ms[name] = round((time.perf_counter() - start) * each, 3), round(cpu_ms, 3)
@@ -758,7 +725,7 @@ def kernels_of(trainer: Trainer) -> Found:
     with torch.profiler.profile() as trace:
         for _ in range(2):
             trainer.train_step()
-        synchronize(RUN.device)
+        trial.synchronize(RUN.device)
     trace.export_chrome_trace(str(RUN.scratch / "trace.json.gz"))
     events = [e for e in trace.key_averages() if e.self_device_time_total > 0]
     events.sort(key=lambda e: -e.self_device_time_total)
@@ -843,7 +810,7 @@ def products() -> Found:
     """Each product of a layer of 124M at B=32 in three forms, which cuBLAS may serve by different
     algorithms, and two forms of the bias's gradient."""
     N, C = (64, 32) if RUN.quick else (32768, GPT2.n_embd)
-    clock, lines = clock_for(RUN.device), list[str]()
+    clock, lines = trial.clock_for(RUN.device), list[str]()
     layers = {"qkv": (C, 3 * C), "proj": (C, C), "c_fc": (C, 4 * C), "c_proj": (4 * C, C)}
     for layer, (K, M) in layers.items():
         x, w, dy = (
@@ -856,22 +823,18 @@ def products() -> Found:
                 "linear": partial(F.linear, a, b.t()),
                 "transposed": partial(torch.mm, b.t(), a.t()),
             }
-            timed = interleave({n: [call] for n, call in ways.items()}, clock, budget_s=0.15)
+            timed = trial.interleave({n: [call] for n, call in ways.items()}, clock, budget_s=0.15)
             rates = {n: 2e-9 * N * K * M / t.median_ms for n, t in timed.items()}
             lines.append(f"{layer} {what}: {', '.join(f'{n} {r:.0f}' for n, r in rates.items())}")
             note(lines=lines)
         ones = dy.new_ones(1, N)
         sums = {"sum": [partial(dy.sum, 0)], "mm": [partial(torch.mm, ones, dy)]}
-        timed = interleave(sums, clock, budget_s=0.1)
+        timed = trial.interleave(sums, clock, budget_s=0.1)
         rates = {n: 1e-6 * dy.nbytes / t.median_ms for n, t in timed.items()}
         lines.append(f"{layer} dbias, GB/s: {', '.join(f'{n} {r:.0f}' for n, r in rates.items())}")
     return {"lines": lines, "shown": f"TFLOP/s of the products of {len(layers)} layers"}
 
 
-CELLS += [
-    Cell("memcheck", MEMCHECK, 25, "tools", on_cpu=False),
-    Cell("ncu", NCU, 40, "tools", on_cpu=False),
-]
 ON_REQUEST = [  # by --only; torch.compile takes most of the time
     Cell(f"time {n}", partial(run_bench, n, only), 90, "on request") for n, only in TIMED
 ]
@@ -899,7 +862,7 @@ def pack() -> int:
     cases = [Case("cuda", op, dtype, size) for op, size, _ in LISTED for dtype in (*HALF, WIDE)]
     cases += [Case("cuda", "attention", dtype, D) for D in (64, 128) for dtype in HALF]
     cases += classes()
-    print("\n".join(warm(list(dict.fromkeys(cases)), (90, 132))))
+    print("\n".join(trial.warm(list(dict.fromkeys(cases)), (90, 132))))
     return 0
 
 

@@ -92,17 +92,10 @@ class Bench:
         return Row(self.name, case, direction, variant, self.device, form, threads, **values)
 
     def timed_row(
-        self,
-        case: str,
-        direction: str,
-        variant: str,
-        ms: Sequence[float],
-        base: tuple[str, Sequence[float]] = ("", ()),
-        dtype: torch.dtype = torch.float32,
-        threads: int = 1,
-        refused: str | None = None,
-        **notes: Any,
-    ) -> Row:
+        self, case: str, direction: str, variant: str, ms: Sequence[float],
+        base: tuple[str, Sequence[float]] = ("", ()), dtype: torch.dtype = torch.float32,
+        threads: int = 1, refused: str | None = None, **notes: Any,
+    ) -> Row:  # fmt: skip
         """A row of these times; base: the variant that it took turns with, and its times."""
         row = self.row(case, direction, variant, dtype, refused=refused, notes=notes)
         row.threads = threads

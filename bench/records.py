@@ -158,18 +158,11 @@ SEVERAL = {  # benches of one module
     "layouts": ("zero", "tp", "pp", "cp"),
     "links": ("overlap", "wires"),
     "ops": (
-        *("activation", "attention", "cross_entropy", "embedding", "gelu"),
-        *(
-            "global_norm",
-            "grouped_linear",
-            "layer_norm",
-            "linear",
-            "linear_cross_entropy",
-            "linear_fp8",
-        ),
-        *("orthogonalize", "permute", "philox", "quantize", "route", "sum_shards"),
+        "activation", "attention", "cross_entropy", "embedding", "gelu", "global_norm",
+        "grouped_linear", "layer_norm", "linear", "linear_cross_entropy", "linear_fp8",
+        "orthogonalize", "permute", "philox", "quantize", "route", "sum_shards",
     ),
-}
+}  # fmt: skip
 
 
 def homes() -> dict[str, str]:
@@ -182,15 +175,10 @@ def homes() -> dict[str, str]:
     return found
 
 
-def parser_of(
-    name: str, description: str | None, *, device: bool = False
-) -> argparse.ArgumentParser:
+def parser_of(name: str, about: str | None, *, device: bool = False) -> argparse.ArgumentParser:
     """Of a command. device: it runs on a CPU or a GPU."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(f"python -m {name}", description=about, formatter_class=layout)
     if device:
         how = "default: cuda if there is a GPU"
         parser.add_argument("--device", choices=("cpu", "cuda"), help=how)
@@ -204,9 +192,7 @@ def device_of(args: argparse.Namespace, command: str) -> str:
         RuntimeError: a GPU was asked for and there is none.
     """
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError(
-            f"{command}: expected a GPU, got device=cuda without one; use --device cpu"
-        )
+        raise RuntimeError(f"{command}: expected a GPU, got device=cuda; use --device cpu")
     return args.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -215,22 +201,16 @@ def machine(device: str) -> dict[str, Any]:
     """What the numbers were measured on."""
     head, dirty = commit()
     about: dict[str, Any] = {
-        "device": device,
-        "cpu": cpu_name(),
+        "device": device, "cpu": cpu_name(),
         "isa": _C.isa() if _C else torch.backends.cpu.get_cpu_capability().lower(),
-        "cores": available_cores(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": version_of("triton"),
-        "commit": head,
-        "dirty": dirty,
+        "cores": available_cores(), "python": platform.python_version(), "torch": torch.__version__,
+        "triton": version_of("triton"), "commit": head, "dirty": dirty,
         "date": datetime.date.today().isoformat(),
-    }
+    }  # fmt: skip
     if device == "cuda":
         about["gpu"] = torch.cuda.get_device_name()
-        about["driver"] = _output(
-            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"
-        )
+        query = "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"
+        about["driver"] = _output("nvidia-smi", *query)
         about["cuda"] = torch.version.cuda
     return about
 
@@ -304,9 +284,7 @@ def read_rows(path: Path, remedy: str) -> dict[str, Any]:
         ) from None
     schema = stored.get("schema") if isinstance(stored, dict) else None
     if schema != SCHEMA:
-        raise ValueError(
-            f"load: expected schema={SCHEMA}, got schema={schema} in {path.name}; {remedy}"
-        )
+        raise ValueError(f"load: expected schema={SCHEMA}, got {schema=} in {path.name}; {remedy}")
     return stored
 
 

@@ -98,9 +98,7 @@ def _mesh_on_the_cpu(request, monkeypatch):
 
     if request.node.get_closest_marker("gpu") is None:
         pick = mesh._pick_device
-        monkeypatch.setattr(
-            mesh, "_pick_device", lambda asked, *place: pick(asked or "cpu", *place)
-        )
+        monkeypatch.setattr(mesh, "_pick_device", lambda asked, *at: pick(asked or "cpu", *at))
 
 
 @pytest.fixture

@@ -33,15 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.compiler import aot_table, sass
-from bench.compiler.aot_rules import (
-    GPUS,
-    WHOLE,
-    Broken,
-    Row,
-    describe,
-    judge,
-    stale_exemptions,
-)
+from bench.compiler.aot_rules import GPUS, WHOLE, Broken, Row, describe, judge, stale_exemptions
 from bench.records import ROOT, commit, parser_of
 from fastpar.comm.ranks import reason
 from fastpar.doctor.trial import compile_launch
@@ -89,15 +81,11 @@ class Job:
         exact = [launch.signature, {k: repr(v) for k, v in constants.items()}, launch.divisible]
         text = json.dumps([*exact, launch.options], sort_keys=True, default=str)
         return {
-            "module": self.module,
-            "kernel": launch.name,
-            "calls": self.calls,
+            "module": self.module, "kernel": launch.name, "calls": self.calls,
             "config": " ".join([*named, f"w{warps}", f"s{stages}"]),
-            "types": ",".join(dict.fromkeys(types)),
-            "arch": self.arch,
-            "launch": hashlib.sha256(text.encode()).hexdigest()[:10],
-            "grid": list(launch.grid),
-        }
+            "types": ",".join(dict.fromkeys(types)), "arch": self.arch,
+            "launch": hashlib.sha256(text.encode()).hexdigest()[:10], "grid": list(launch.grid),
+        }  # fmt: skip
 
 
 def short(module: str) -> str:
@@ -124,9 +112,7 @@ def archs(module: Any) -> tuple[int, ...]:
     return getattr(module, "AOT_ARCHS", WHOLE)
 
 
-def collect(
-    calls: Sequence[tuple[str, Callable[[], Any]]], archs: Sequence[int] = WHOLE
-) -> list[Job]:
+def collect(calls: Sequence[tuple[str, Callable[[], Any]]], archs: Sequence[int]) -> list[Job]:
     """What these calls launch on each of these architectures."""
     from fastpar.kernels.triton_launch import record
 
@@ -136,10 +122,7 @@ def collect(
             with record(arch) as launches:
                 call()
             if not launches:
-                raise ValueError(
-                    f"collect: expected a launch, got none from call={label}; "
-                    "give it tensors that are not empty"
-                )
+                raise ValueError(f"collect: expected a launch, got none of {label}; give it rows")
             jobs += [Job(arch, launch, [label]) for launch in launches]
     return jobs
 
@@ -330,14 +313,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     for name in args.modules:
         if name not in modules():
-            raise ValueError(
-                f"aot: expected one of {', '.join(modules())}, got module={name}; choose one"
-            )
+            raise ValueError(f"aot: expected one of {', '.join(modules())}, got module={name}")
     if args.check and (args.modules or args.installed):
-        raise ValueError(
-            "aot: expected all modules and versions with --check, got "
-            f"modules={args.modules} installed={args.installed}; drop one"
-        )
+        raise ValueError("aot: expected neither modules nor --installed with --check; drop one")
     if not args.installed and not args.worker and not (MINIMUM_FOLDER / "triton").is_dir():
         raise ValueError(
             f"aot: expected Triton {MINIMUM} in build/{MINIMUM_FOLDER.name}, got "

@@ -31,9 +31,8 @@ class Gpu:
         scheduler = self.registers // 4 // per_warp  # warps that each of the four can hold
         shared = -(-(shared_bytes + self.shared_reserved) // 128) * 128
         in_fours = -(-warps // 4) * 4
-        return min(
-            self.ctas, self.warps // warps, scheduler * 4 // in_fours, self.shared_per_sm // shared
-        )
+        by_registers = scheduler * 4 // in_fours
+        return min(self.ctas, self.warps // warps, by_registers, self.shared_per_sm // shared)
 
 
 GPUS = {
@@ -119,20 +118,13 @@ def _mostly_narrow(row: Row, what: str) -> str | None:
 
 
 RULES: dict[str, Callable[[Row], str | None]] = {
-    "spills": spills,
-    "shared memory": shared_memory,
+    "spills": spills, "shared memory": shared_memory,
     "resident": lambda row: None if row["ctas_per_sm"] else "no CTA fits on a multiprocessor",
-    "grid": grid,
-    "atomics": atomics,
-    "tensor cores": tensor_cores,
-    "8-bit products": eight_bits,
-    "products in flight": products,
-    "pipelined products": pipelined,
-    "waits for products": waits,
-    "copies ahead": copies_ahead,
-    "16-byte loads": lambda row: _mostly_narrow(row, "load"),
+    "grid": grid, "atomics": atomics, "tensor cores": tensor_cores, "8-bit products": eight_bits,
+    "products in flight": products, "pipelined products": pipelined, "waits for products": waits,
+    "copies ahead": copies_ahead, "16-byte loads": lambda row: _mostly_narrow(row, "load"),
     "16-byte stores": lambda row: _mostly_narrow(row, "store"),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

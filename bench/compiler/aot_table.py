@@ -72,18 +72,13 @@ def _spills(row: Row) -> str:
 
 
 CELLS = {
-    "regs": lambda row: str(row["registers"]),
-    "spills": _spills,
+    "regs": lambda row: str(row["registers"]), "spills": _spills,
     "shared B": lambda row: str(row.get("shared_bytes", 0)),
-    "CTA/SM": lambda row: str(row.get("ctas_per_sm", 0)),
-    "loads": _both("loads"),
-    "stores": _both("stores"),
-    "tensor cores": _tensor,
-    "waits": _waits,
-    "async": _copies,
+    "CTA/SM": lambda row: str(row.get("ctas_per_sm", 0)), "loads": _both("loads"),
+    "stores": _both("stores"), "tensor cores": _tensor, "waits": _waits, "async": _copies,
     "MUFU": _mufu,
     "instructions": lambda row: f"{row.get('loop_instructions', 0)} of {row['instructions']}",
-}
+}  # fmt: skip
 
 
 def _line(versions: Sequence[Row]) -> list[str]:
@@ -101,9 +96,7 @@ def write_page(folder: Path, name: str, title: str, *parts: str) -> None:
     (folder / name).write_text("\n".join([f"# {title}, compiled ahead of time\n", *parts]))
 
 
-def sections(
-    head: Sequence[str], found: dict[str, list[list[str]]], rows: Sequence[Row], whose: str
-) -> str:
+def sections(head: Sequence[str], found: dict[str, Any], rows: Sequence[Row], whose: str) -> str:
     """A heading and a table for each part; then what is exempt from which rule and why."""
     text = []
     for part, lines in found.items():

@@ -55,11 +55,9 @@ def _narrow(row: Row, what: str) -> str | None:
 
 
 RULES: dict[str, Callable[[Row], str | None]] = {
-    "spills": aot_rules.spills,
-    "16-byte loads": lambda row: _narrow(row, "load"),
-    "16-byte stores": lambda row: _narrow(row, "store"),
-    "atomics": aot_rules.atomics,
-}
+    "spills": aot_rules.spills, "16-byte loads": lambda row: _narrow(row, "load"),
+    "16-byte stores": lambda row: _narrow(row, "store"), "atomics": aot_rules.atomics,
+}  # fmt: skip
 
 
 def sources() -> list[str]:
@@ -106,18 +104,12 @@ def measure(source: str, arch: str, name: str, kernel: sass.Kernel) -> Row:
     # Of a loop that only reads the result comes after it.
     stores = path if sass.count(path, *sass.STORES) else kernel.code
     return {
-        "source": source,
-        "kernel": name,
-        "arch": arch,
-        "registers": kernel.registers,
-        "stack_bytes": kernel.stack_bytes,
-        "shared_bytes": kernel.shared_bytes,
+        "source": source, "kernel": name, "arch": arch, "registers": kernel.registers,
+        "stack_bytes": kernel.stack_bytes, "shared_bytes": kernel.shared_bytes,
         "spill_instructions": sass.count(kernel.code, "LDL", "STL"),
-        "instructions": len(kernel.code),
-        "path_instructions": len(path),
-        **sass.accesses(path, stores),
-        "float_atomics": sass.float_atomics(kernel.code),
-    }
+        "instructions": len(kernel.code), "path_instructions": len(path),
+        **sass.accesses(path, stores), "float_atomics": sass.float_atomics(kernel.code),
+    }  # fmt: skip
 
 
 def compile_source(nvcc: str, flags: str, source: str, arch: str) -> list[Row]:

@@ -159,9 +159,8 @@ def orthogonalize(bench: Bench) -> Iterator[Case]:
     how["unjudged"] = (theirs,) * wide
     shapes = of_device(bench, [*on_cpu, (1600, 6400)], on_cpu, [(64, 64), (64, 256)])
     for (m, n), many in itertools.product(shapes, (1, 12) if bench.device == "cuda" else (1,)):
-        whole, few = (
-            cases.orthogonal_case(a, b, QUINTIC, many=many) for a, b in ((m, n), (64, 64 * n // m))
-        )
+        sizes = (m, n), (64, 64 * n // m)
+        whole, few = (cases.orthogonal_case(a, b, QUINTIC, many=many) for a, b in sizes)
         each = {name: repeated(call, many) for name, call in others.items()}
         name = f"orthogonalize {'fp32' if wide else 'bf16'} {whole.shape}"
         yield timed(bench, whole, few, each, name=name, **how)
@@ -256,9 +255,8 @@ def plain_norm(bench: Bench, rows: int, C: int, rms: bool, **how: Any) -> Case:
 
 def residual_norm(bench: Bench, rows: int, C: int, p: float, rms: bool, **how: Any) -> Case:
     """With p: Linear's bias, dropout, residual sum and norm; else residual sum and norm."""
-    make = functools.partial(
-        cases.residual_norm, C=C, p=p, device=bench.device, rms=rms, x_bias=p > 0
-    )
+    make = functools.partial(cases.residual_norm, C=C, p=p, device=bench.device, rms=rms)
+    make = functools.partial(make, x_bias=p > 0)
     name = f"{'bias + dropout + ' if p else ''}{make(1).op} N={rows} C={C}"
     how |= {"unjudged": (COMPILED,) if p else ()}  # its mask is another, too
     return at_rows(bench, make, rows, 192 if p else 512, name=name, **how)
@@ -280,11 +278,9 @@ def layer_norm(bench: Bench) -> Iterator[Case]:
 # Attention
 
 BACKENDS = {
-    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "sdpa-math": SDPBackend.MATH,
-}
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION, "sdpa-math": SDPBackend.MATH,
+}  # fmt: skip
 
 
 def attention(bench: Bench) -> Iterator[Case]:
@@ -471,24 +467,15 @@ def dequantize_case(n: int, form: str, device: str) -> Case:
 
 
 BENCHES: dict[str, tuple[Callable[[Bench], Iterator[Case]], int, int]] = {  # seconds: CPU, GPU
-    "activation": (activation, 400, 160),
-    "attention": (attention, 600, 160),
-    "sum_shards": (sum_shards, 200, 40),
-    "cross_entropy": (cross_entropy, 300, 80),
-    "embedding": (embedding, 300, 60),
-    "gelu": (gelu, 400, 80),
-    "global_norm": (global_norm, 200, 40),
-    "grouped_linear": (grouped_linear, 400, 60),
-    "layer_norm": (layer_norm, 900, 150),
-    "linear": (linear, 400, 50),
-    "linear_cross_entropy": (linear_cross_entropy, 600, 140),
-    "linear_fp8": (linear_fp8, 200, 60),
-    "orthogonalize": (orthogonalize, 200, 40),
-    "permute": (permute, 200, 40),
-    "philox": (philox, 200, 40),
-    "quantize": (quantize, 300, 60),
-    "route": (route, 120, 30),
-}
+    "activation": (activation, 400, 160), "attention": (attention, 600, 160),
+    "sum_shards": (sum_shards, 200, 40), "cross_entropy": (cross_entropy, 300, 80),
+    "embedding": (embedding, 300, 60), "gelu": (gelu, 400, 80),
+    "global_norm": (global_norm, 200, 40), "grouped_linear": (grouped_linear, 400, 60),
+    "layer_norm": (layer_norm, 900, 150), "linear": (linear, 400, 50),
+    "linear_cross_entropy": (linear_cross_entropy, 600, 140), "linear_fp8": (linear_fp8, 200, 60),
+    "orthogonalize": (orthogonalize, 200, 40), "permute": (permute, 200, 40),
+    "philox": (philox, 200, 40), "quantize": (quantize, 300, 60), "route": (route, 120, 30),
+}  # fmt: skip
 TIME_LIMIT_S = {name: {"cpu": cpu, "cuda": gpu} for name, (_, cpu, gpu) in BENCHES.items()}
 
 

@@ -153,9 +153,7 @@ def tune(entry: Entry, arch: int, deadline: float) -> Outcome:
     for name, why in found.refused.items():
         print(f"{name} refused: {why}", flush=True)
     if not found.ms:
-        raise RuntimeError(
-            f"tune: expected a right config of {entry.name}, got none; see the reasons above"
-        )
+        raise RuntimeError(f"tune: expected a right config of {entry.name}, got none; see above")
     finalists = sorted(found.ms, key=ms)[:FINALISTS]
     finalists += [present] if present in found.ms and present not in finalists else []
     found.ms |= time_ways(case, timed, {name: ways[name] for name in finalists})[0]
@@ -233,9 +231,7 @@ def _main(args: argparse.Namespace) -> int:
         raise ValueError(f"tune: expected minutes > 0, got minutes={args.minutes:g}; 10 is usual")
     listed = choose(entries(_arch()), args.names)
     if device_of(args, "tune") == "cpu":
-        raise ValueError(
-            "tune: expected a GPU, got device=cpu, whose kernels have no tables; use a GPU"
-        )
+        raise ValueError("tune: expected a GPU, got device=cpu, whose kernels have no tables")
     print(machine_line(machine("cuda")), flush=True)
     session = Session(_arch(), args.commit_results, args.out)
     try:

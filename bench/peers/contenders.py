@@ -61,9 +61,7 @@ VARIANTS: dict[str, Variant] = {
         for wire, transport in (("gloo", "torch"), ("shm", "shm"))
         for split in (True, False)
     },
-    "fastpar ZeRO-2, bf16 both": Variant(
-        "fastpar ZeRO-2", {"wire_gradients": "bf16", "wire_weights": "bf16"}
-    ),
+    "fastpar ZeRO-2, bf16 both": Variant("fastpar ZeRO-2", dict.fromkeys(INT8, "bf16")),
     "fastpar ZeRO-2, int8 both": Variant("fastpar ZeRO-2", INT8),
     "fastpar ZeRO-3, int8 both": Variant("fastpar ZeRO-3", INT8),
     "fastpar ZeRO-0, int8": Variant("fastpar ZeRO-0", {"wire_gradients": "int8"}),
@@ -74,12 +72,9 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-def build(
-    title: str, config: GPTConfig, settings: Settings | None = None, *, stock: bool = False
-) -> Contender:
+def build(title: str, config: GPTConfig, settings: Settings, *, stock: bool = False) -> Contender:
     """The contender of that row, on this rank. Ranks: all, with the same arguments. stock: fastpar
     trains stock.py's model too."""
-    settings = settings or Settings()
     for others in (pipeline, tensor_parallel):
         if title in others.WAYS:
             return others.build(title, config, settings)

@@ -29,11 +29,9 @@ from fastpar.settings.model import GPTConfig
 TP = 2  # ranks that split the layers
 # Title -> sequence parallel; FSDP2 beside it: None, or whether it frees after forward.
 WAYS: dict[str, tuple[bool, bool | None]] = {
-    "torch DTensor": (True, None),
-    "torch DTensor, whole sequences": (False, None),
-    "torch DTensor + FSDP2": (True, True),
-    "torch DTensor + FSDP2, no reshard": (True, False),
-}
+    "torch DTensor": (True, None), "torch DTensor, whole sequences": (False, None),
+    "torch DTensor + FSDP2": (True, True), "torch DTensor + FSDP2, no reshard": (True, False),
+}  # fmt: skip
 
 
 class Attention(nn.Module):
@@ -121,33 +119,28 @@ class _TorchTP(Contender):
 def _split_by_torch(model: Any, tp_mesh: Any, sequence_parallel: bool) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor import Shard as Split
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor import parallel as way
 
     between = Split(0) if sequence_parallel else Replicate()
-    column = ColwiseParallel(input_layouts=between)
-    row = RowwiseParallel(output_layouts=between)
-    embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
-    head = ColwiseParallel(input_layouts=between, output_layouts=Split(-1), use_local_output=False)
-    parallelize_module(model, tp_mesh, {"wte": embedding, "lm_head": head})
+    column = way.ColwiseParallel(input_layouts=between)
+    row = way.RowwiseParallel(output_layouts=between)
+    embedding = way.RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+    head = way.ColwiseParallel(
+        input_layouts=between, output_layouts=Split(-1), use_local_output=False
+    )
+    way.parallelize_module(model, tp_mesh, {"wte": embedding, "lm_head": head})
     model.lm_head.weight = model.wte.weight
     layer = {"attn.c_attn": column, "attn.c_proj": row, "mlp.c_fc": column, "mlp.c_proj": row}
     if sequence_parallel:
-        norm = SequenceParallel(sequence_dim=0, use_local_output=True)
+        norm = way.SequenceParallel(sequence_dim=0, use_local_output=True)
         layer |= {"ln_1": norm, "ln_2": norm}
-        parallelize_module(model.ln_f, tp_mesh, norm)
-        own_tokens = PrepareModuleInput(
-            input_layouts=Replicate(), desired_input_layouts=Split(0), use_local_output=False
-        )
-        parallelize_module(model.wpe, tp_mesh, own_tokens)
-        parallelize_module(model.wpe, tp_mesh, norm)
+        way.parallelize_module(model.ln_f, tp_mesh, norm)
+        layouts: Any = {"input_layouts": Replicate(), "desired_input_layouts": Split(0)}
+        own_tokens = way.PrepareModuleInput(**layouts, use_local_output=False)
+        way.parallelize_module(model.wpe, tp_mesh, own_tokens)
+        way.parallelize_module(model.wpe, tp_mesh, norm)
     for block in model.h:
-        parallelize_module(block, tp_mesh, layer)
+        way.parallelize_module(block, tp_mesh, layer)
 
 
 def _adamw(model: nn.Module, settings: Settings) -> torch.optim.AdamW:

@@ -28,11 +28,9 @@ class Panel(NamedTuple):
 
 _ONE = {"eager": "PyTorch", "torch.compile": "torch.compile", "fastpar": "fastpar"}
 _TWO = {
-    "DeepSpeed ZeRO-2": "DeepSpeed",
-    "FSDP2, no reshard": "FSDP2",
-    "DDP + ZeRO optimizer": "DDP + ZeRO",
-    "fastpar ZeRO-2": "fastpar",
-}
+    "DeepSpeed ZeRO-2": "DeepSpeed", "FSDP2, no reshard": "FSDP2",
+    "DDP + ZeRO optimizer": "DDP + ZeRO", "fastpar ZeRO-2": "fastpar",
+}  # fmt: skip
 _GPU, _CPU = "124M T=1024 B=32", "GPT-2 124M T=256 B=1 a rank, 2 ranks"
 PANELS = (
     Panel("one H200: ms a step", "train", _GPU, _ONE),

@@ -51,10 +51,7 @@ def render(name: str, folder: Path) -> str:
         made = [(about, make(rows)) for about, rows in found]
     parts = [tables.render(table, about) for about, table in made if table.lines]
     if not parts:
-        raise NoResultsError(
-            f"render: expected rows for the table {name}, got none in {folder.name}; "
-            "run its bench with --commit-results first"
-        )
+        raise NoResultsError(f"render: expected rows for the table {name}, got none; run its bench")
     return "\n".join(parts)
 
 
@@ -82,10 +79,7 @@ def update(text: str, folder: Path = RESULTS) -> str:
     closed = [name for name, _ in MARKER.findall(text)]
     for name in OPENING.findall(text):
         if name not in closed:
-            raise ValueError(
-                f"update: expected <!-- /bench:{name} --> after its opening, got name={name} "
-                "without one; add the closing marker"
-            )
+            raise ValueError(f"update: expected <!-- /bench:{name} -->, got none; add this marker")
 
     def replace(found: re.Match[str]) -> str:
         name = found[1]
@@ -131,10 +125,7 @@ def write_own(folder: Path) -> None:
             with contextlib.suppress(NoResultsError):
                 parts.append(f"## {kind}, {device}\n\n{render(f'{kind}-{device}', folder)}")
     if not parts:
-        raise NoResultsError(
-            f"report: expected a folder with rows of `python -m bench`, got results={folder}; "
-            "without --out they go to build/bench/full"
-        )
+        raise NoResultsError(f"report: expected rows, got results={folder}; see build/bench/full")
     (folder / "report.md").write_text("\n".join(["# Measured with python -m bench\n", *parts]))
     print("report.md: written")
 

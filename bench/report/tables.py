@@ -194,36 +194,28 @@ def speedup(row: Row) -> str:
 
 
 CELLS: dict[str, Cell] = {  # heading -> cell, unless a table has its own
-    "case": of(lambda row: row.case),
-    "variant": of(lambda row: row.variant),
+    "case": of(lambda row: row.case), "variant": of(lambda row: row.variant),
     "case, variant": of(lambda row: f"{row.case}, {row.variant}"),
     "case: variant": of(lambda row: f"{row.case}: {row.variant}"),
     "case: direction": of(lambda row: f"{row.case}: {row.direction}"),
     "ranks x threads": of(lambda row: f"{row.notes.get('ranks', 1)} x {row.threads}"),
     "ms": of(lambda row: number(row.median_ms)),
-    "tokens/s": of(lambda row: number(row.tokens_per_s)),
-    "rate": of(rate),
+    "tokens/s": of(lambda row: number(row.tokens_per_s)), "rate": of(rate),
     "of the ceiling": of(lambda row: f"{number(row.percent_of_ceiling)} %"),
     "host us": of(lambda row: number(row.host_us)),
     "host ms": of(lambda row: number(row.host_us and row.host_us / 1e3)),
-    "compile s": of(lambda row: number(row.compile_s)),
-    "peak MB": of(megabytes),
-    "live MB": note("live_bytes", 1e-6),
-    "wire MB": note("wire_bytes", 1e-6),
-    "MB sent": note("sent_bytes", 1e-6),
-    "MB sent a step": note("sent_mb"),
-    "communication ms": note("comm_ms"),
-    "exposed ms": note("exposed_ms"),
+    "compile s": of(lambda row: number(row.compile_s)), "peak MB": of(megabytes),
+    "live MB": note("live_bytes", 1e-6), "wire MB": note("wire_bytes", 1e-6),
+    "MB sent": note("sent_bytes", 1e-6), "MB sent a step": note("sent_mb"),
+    "communication ms": note("comm_ms"), "exposed ms": note("exposed_ms"),
     "exposed, of communication": note("exposed_percent", form="{:.0f} %"),
-    "waited, of communication": waited,
-    "speed-up": of(speedup),
+    "waited, of communication": waited, "speed-up": of(speedup),
     "took turns with, ms": of(lambda row: turns(row) if row.baseline else ""),
     "speed-up over": of(lambda row: f"{speedup(row)} {row.baseline}" * bool(row.baseline)),
     "memory": of(lambda row: times(row.notes.get("memory_ratio"))),
-    "loss differs by": note("loss_difference", form="{:.0e}"),
-    "over FSDP2": beside("FSDP2"),
+    "loss differs by": note("loss_difference", form="{:.0e}"), "over FSDP2": beside("FSDP2"),
     "over torch DCP": beside("torch DCP"),
-}
+}  # fmt: skip
 
 
 def spec(
@@ -304,12 +296,10 @@ def ops_table(rows: Sequence[Row]) -> Table:
     values = "fastpar ms = ms | against fastest | rate | of the ceiling | peak MB | stock peak MB"
     values += " | host us | compile s"
     cells = {
-        "op": of(name),
-        "stock ms": of(lambda row: shown(base(row))),
-        "fastest stock ms": of(lambda row: shown(best(row))),
-        "against fastest": of(fastest),
+        "op": of(name), "stock ms": of(lambda row: shown(base(row))),
+        "fastest stock ms": of(lambda row: shown(best(row))), "against fastest": of(fastest),
         "stock peak MB": of(lambda row: megabytes(base(row))),
-    }
+    }  # fmt: skip
     names = "op | stock ms | fastest stock ms"
     return spec(lambda rows: own, names, values, cells, lambda row: (base(row), best(row)))(rows)
 
@@ -322,39 +312,24 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
     "train": spec(
         only("train", lambda row: row.direction == "step" and not row.case.startswith("char")),
         "training step = case | variant | ranks x threads",
-        "ms | tokens/s | speed-up | peak MB | memory | host ms | compile s",
-    ),
+        "ms | tokens/s | speed-up | peak MB | memory | host ms | compile s"),
     "zero": spec(
-        only("zero", together=True),
-        "training step = case: variant | ranks x threads",
-        f"ms | tokens/s | {BESIDE} | peak MB | live MB | exposed ms | wire MB | host ms",
-    ),
-    "tp": spec(
-        tp_rows,
-        "training step = case: variant | ranks x threads",
-        f"ms | tokens/s | {BESIDE} | peak MB",
-    ),
+        only("zero", together=True), "training step = case: variant | ranks x threads",
+        f"ms | tokens/s | {BESIDE} | peak MB | live MB | exposed ms | wire MB | host ms"),
+    "tp": spec(tp_rows, "training step = case: variant | ranks x threads",
+               f"ms | tokens/s | {BESIDE} | peak MB"),
     "ops": ops_table,
     "overlap": spec(
-        only("overlap", together=True),
-        "step on a limited link = case, variant",
+        only("overlap", together=True), "step on a limited link = case, variant",
         "ms | MB sent | communication ms | exposed ms | exposed, of communication"
-        " | waited, of communication | against DDP = speed-up | against FSDP2 = over FSDP2",
-    ),
-    "wires": spec(
-        only("wires"),
-        "step on a slow link = case, variant",
-        f"ms | tokens/s | MB sent | exposed ms | {BESIDE}",
-    ),
+        " | waited, of communication | against DDP = speed-up | against FSDP2 = over FSDP2"),
+    "wires": spec(only("wires"), "step on a slow link = case, variant",
+                  f"ms | tokens/s | MB sent | exposed ms | {BESIDE}"),
     "checkpoint": spec(
-        only("checkpoint", together=True),
-        "checkpoint = case: direction | variant",
-        "ms | rate | speed-up over | over torch DCP | extra MB = peak MB",
-    ),
-    "plan": plan_table,
-    "pp": spec(only("pp"), PP, PP_SAYS),
-    "cp": spec(only("cp"), PP, PP_SAYS),
-}
+        only("checkpoint", together=True), "checkpoint = case: direction | variant",
+        "ms | rate | speed-up over | over torch DCP | extra MB = peak MB"),
+    "plan": plan_table, "pp": spec(only("pp"), PP, PP_SAYS), "cp": spec(only("cp"), PP, PP_SAYS),
+}  # fmt: skip
 
 
 # The first table: what a user would swap or run, beside the fastest other way to do it

@@ -31,19 +31,12 @@ SMALLER = GPTConfig(4, 4, 128, 64, 512, dropout=0.0)
 EVERY = (SMALLER, S, GPTConfig(6, 6, 384, 128, 2048, dropout=0.0))
 # Ranks, sizes, tp, stage, checkpointing, micro-batch, accumulation.
 CPU_GRID: tuple[tuple[int, Sequence[GPTConfig], int, int, str, int, int], ...] = (
-    (1, EVERY, 1, 0, "none", 2, 1),
-    (1, EVERY, 1, 0, "full", 4, 1),
-    (1, EVERY, 1, 0, "selective", 2, 2),
-    (2, EVERY, 1, 0, "none", 2, 1),
-    (2, EVERY, 1, 1, "none", 1, 4),
-    (2, EVERY, 1, 2, "full", 2, 2),
-    (2, EVERY, 1, 3, "none", 4, 1),
-    (2, EVERY, 2, 0, "none", 2, 1),
-    (2, EVERY, 2, 0, "selective", 4, 2),
-    (4, [S], 1, 0, "none", 1, 1),
-    (4, [S], 1, 3, "full", 2, 1),
-    (4, [S], 2, 1, "none", 2, 2),
-)
+    (1, EVERY, 1, 0, "none", 2, 1), (1, EVERY, 1, 0, "full", 4, 1),
+    (1, EVERY, 1, 0, "selective", 2, 2), (2, EVERY, 1, 0, "none", 2, 1),
+    (2, EVERY, 1, 1, "none", 1, 4), (2, EVERY, 1, 2, "full", 2, 2), (2, EVERY, 1, 3, "none", 4, 1),
+    (2, EVERY, 2, 0, "none", 2, 1), (2, EVERY, 2, 0, "selective", 4, 2),
+    (4, [S], 1, 0, "none", 1, 1), (4, [S], 1, 3, "full", 2, 1), (4, [S], 2, 1, "none", 2, 2),
+)  # fmt: skip
 GPU_GRID = tuple(
     (1, [PRESETS[size]], 1, 0, mode, max(1, int(most * part)), accum)
     for size, most in (("gpt2", 16), ("gpt2-medium", 8), ("gpt2-large", 4), ("gpt2-xl", 2))

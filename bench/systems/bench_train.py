@@ -59,13 +59,10 @@ CONFIGS = {
 }
 QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
 MODELS = {  # preset -> what runs with --quick
-    "gpt2": QUICK,
-    "gpt2-medium": QUICK,
-    "gpt2-large": QUICK,
-    "gpt2-xl": QUICK,
+    "gpt2": QUICK, "gpt2-medium": QUICK, "gpt2-large": QUICK, "gpt2-xl": QUICK,
     "nanochat-d12": GPTConfig.preset("nanochat-tiny", vocab_size=256),
     "qwen3-0.6b": GPTConfig.preset("qwen3-tiny", vocab_size=256),
-}
+}  # fmt: skip
 BYTES = 24  # of a parameter in fp32: weight, gradient, two moments; the rest for activations
 GPU_CASES = ("124M", "1.5B")
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.99), 0.1, 1.0
@@ -329,9 +326,8 @@ def run_model(bench: Bench, name: str) -> None:
 
 def run_gpu(bench: Bench, name: str) -> None:
     """One size at one batch size."""
-    run_pairs(
-        bench, "quick" if bench.quick else name, *((QUICK, 4) if bench.quick else CONFIGS[name])
-    )
+    size = ("quick", QUICK, 4) if bench.quick else (name, *CONFIGS[name])
+    run_pairs(bench, *size)
 
 
 def run_pairs(bench: Bench, name: str, config: GPTConfig, batch_size: int) -> None:
@@ -349,9 +345,8 @@ def run_pairs(bench: Bench, name: str, config: GPTConfig, batch_size: int) -> No
         needed = 2 * BYTES * parameters
         if needed > available_bytes():
             why = f"two variants need {needed / 1e9:.0f} GB of memory"
-            bench.add(
-                *(bench.timed_row(title, "step", n, (), refused=why) for n in ("eager", "fastpar"))
-            )
+            for variant in ("eager", "fastpar"):
+                bench.add(bench.timed_row(title, "step", variant, (), refused=why))
             return
     for base, spec in bases.items():
         specs = {base: spec, "fastpar": replace(eager, kind="fastpar", keep_memory=not on_gpu)}

@@ -82,9 +82,8 @@ def tree(commit: str) -> Path:
             subprocess.run([*git, "worktree", "add", "-q", "--detach", folder, commit], check=True)
         build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
         log = folder / "build.log"
-        if subprocess.run(
-            build, cwd=folder, stdout=log.open("w"), stderr=subprocess.STDOUT
-        ).returncode:
+        to = log.open("w")
+        if subprocess.run(build, cwd=folder, stdout=to, stderr=to).returncode:
             raise RuntimeError(f"compare: expected {commit} to build; see {os.path.relpath(log)}")
         (folder / "fastpar" / "kernels").symlink_to("../kernels")  # not those of the environment
         (folder / "built").touch()

@@ -3,8 +3,7 @@
 Ranks of one host share its memory or its loopback device, where bytes cost next to nothing. Here
 rank 0 and rank 1 see only their own end of a veth pair, which a token bucket (`tc tbf`) holds to a
 rate in both directions: what they send takes as long as between two hosts, and the two share
-nothing but the cores. More ranks have a link each to a bridge in a namespace of its own, as hosts
-have to a switch: each direction of each link is held to the rate.
+nothing but the cores.
 
 [Note: what is left behind] Nothing. The namespaces have no names: one exists while a process is in
 it, and takes its end of the veth pair along. A holder ends when its standard input does, which is
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from fastpar.comm import ranks as comm
 from fastpar.comm.mesh import initialize
 
-DEVICE, ADDRESSES = "fastpar0", tuple(f"10.211.7.{i}" for i in range(1, 17))
+DEVICE, ADDRESSES = "fastpar0", ("10.211.7.1", "10.211.7.2")
 TOOLS = ("unshare", "nsenter", "ip", "tc", "cat")
 PROBE_BYTES = 25 << 20
 _PORTS = itertools.count(29500)  # of the ranks' stores; a fresh namespace has all of them free
@@ -39,16 +38,15 @@ class NoLinkError(RuntimeError):
 
 
 class Link(contextlib.AbstractContextManager["Link"]):
-    """A veth pair between two namespaces, each end sending at most `mbit` Mbit/s; of more ranks,
-    each has such a pair to a bridge. Made as root, or in a user namespace where that is allowed.
+    """A veth pair between two namespaces, each end sending at most `mbit` Mbit/s. Made as root, or
+    in a user namespace where that is allowed.
 
     Raises:
         ValueError: a rate that is not positive.
         NoLinkError: a tool is missing, or the system permits no network namespaces.
     """
 
-    def __init__(self, mbit: float, ranks: int = 2) -> None:
-        self.ranks = ranks
+    def __init__(self, mbit: float) -> None:
         if not mbit > 0:
             raise ValueError(f"Link: expected mbit > 0, got mbit={mbit}; give a rate in Mbit/s")
         missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -74,41 +72,25 @@ class Link(contextlib.AbstractContextManager["Link"]):
         )
 
     def _make(self, in_user_namespace: bool, mbit: float) -> None:
-        """The namespaces (all within the first one's user namespace), then the pairs."""
-        hub = self.ranks  # the bridge's, the last one
-        for rank in range(self.ranks + (self.ranks > 2)):
+        """The namespaces (the second within the first one's user namespace), then the pair."""
+        for rank in range(2):
             command = ["unshare", "--net"]
             if in_user_namespace:
                 command = self.enter(0, *command) if rank else [*command, "--map-root-user"]
             self._holders.append(_hold(command))
-        if self.ranks == 2:
-            self._pair(0, DEVICE, 1)
-        else:
-            self._run(hub, "ip", "link", "add", "hub", "type", "bridge")
-            self._run(hub, "ip", "link", "set", "hub", "up")
-        for rank in range(self.ranks if self.ranks > 2 else 0):
-            self._pair(hub, f"port{rank}", rank)
-            self._run(hub, "ip", "link", "set", f"port{rank}", "master", "hub", "up")
-        for rank, address in enumerate(ADDRESSES[: self.ranks]):
+        self._run(0, "ip", "link", "add", DEVICE, "type", "veth",
+                  "peer", "name", DEVICE, "netns", str(self._holders[1].pid))  # fmt: skip
+        for rank, address in enumerate(ADDRESSES):
             self._run(rank, "ip", "addr", "add", f"{address}/24", "dev", DEVICE)
             self._run(rank, "ip", "link", "set", "lo", "up")
             self._run(rank, "ip", "link", "set", DEVICE, "up")
         self.set_rate(mbit)
 
-    def _pair(self, place: int, name: str, rank: int) -> None:
-        """A veth pair from a device in one namespace to DEVICE in a rank's."""
-        peer = str(self._holders[rank].pid)
-        self._run(place, "ip", "link", "add", name, "type", "veth",
-                  "peer", "name", DEVICE, "netns", peer)  # fmt: skip
-
     def set_rate(self, mbit: float) -> None:
         """Change the rate of both directions."""
         bucket = f"tbf rate {mbit * 1e6:.0f}bit burst 256kb latency 50ms".split()
-        ends = [(rank, DEVICE) for rank in range(self.ranks)]
-        if self.ranks > 2:
-            ends += [(self.ranks, f"port{rank}") for rank in range(self.ranks)]
-        for place, device in ends:
-            self._run(place, "tc", "qdisc", "replace", "dev", device, "root", *bucket)
+        for rank in range(2):
+            self._run(rank, "tc", "qdisc", "replace", "dev", DEVICE, "root", *bucket)
         self.mbit = mbit
 
     def enter(self, rank: int, *command: str) -> list[str]:
@@ -118,7 +100,7 @@ class Link(contextlib.AbstractContextManager["Link"]):
     def sent_bytes(self) -> list[int]:
         """What each end has sent since the link was made, headers included."""
         counts = []
-        for rank in range(self.ranks):
+        for rank in range(2):
             table = self._run(rank, "cat", "/proc/net/dev")
             line = next(line for line in table.splitlines() if DEVICE in line)
             counts.append(int(line.partition(":")[2].split()[8]))
@@ -185,7 +167,7 @@ class Ranks(comm.Ranks):
     ) -> None:  # fmt: skip
         place, port = None, next(_PORTS)
         if link is not None:
-            ranks = link.ranks
+            ranks = 2
 
             def place(rank: int, command: list[str]) -> tuple[list[str], dict[str, str]]:
                 return link.enter(rank, *command), link.environment(port)

@@ -4,9 +4,9 @@
     python -m bench matrix peers      torch's and DeepSpeed's, as processes
     python -m bench matrix table --into bench/results/matrix    the page, from the rows of both
 
-Each layout has a line, with the time that the rest takes if it goes on like this; `--only "tp 2"`
-runs a few. Rows and page go to build/bench/matrix; those that are committed need `--into`. Without
-the checkout, `fastpar train` shows the same: fastpar/train/README.md has the lines to compare.
+Each layout has a line; `--only "tp 2"` runs a few. Rows and page go to build/bench/matrix; those
+that are committed need `--into`. Without the checkout, `fastpar train` shows the same:
+fastpar/train/README.md has the lines to compare.
 
 A layout is a number of ranks and settings of `fastpar train`; its own run of one process has the
 same optimizer and experts and nothing else. Dropout, clipping and gradient accumulation are on; a
@@ -20,7 +20,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -39,7 +38,6 @@ from fastpar.comm.mesh import Mesh
 from fastpar.comm.ranks import reason
 from fastpar.data.batches import load_data, sample_batch
 from fastpar.engine.debug import Debug
-from fastpar.files.runs import duration
 from fastpar.models import set_up
 from fastpar.observe.strategies import STRATEGIES, Settings
 from fastpar.settings.config import TrainConfig
@@ -62,8 +60,7 @@ SETTINGS: dict[str, Any] = {
 ALONE = {"outer_every": 5, "outer_lr": 1.0, "outer_momentum": 0.0}  # one replica: a plain run
 EXPERTS = {"n_expert": 4, "balance_loss": 0.1, "router_z_loss": 0.01, "balance_rate": 0.01}
 LAYOUTS: tuple[Layout, ...] = (
-    (1, {}),
-    *((1, {"activation_checkpointing": kept}) for kept in ("full", "selective")),
+    (1, {}), *((1, {"activation_checkpointing": kept}) for kept in ("full", "selective")),
     *((ranks, {"zero_stage": stage}) for ranks in (2, 4, 8) for stage in (0, 1, 2, 3)),
     *((4, {"zero_stage": stage, "shard_size": 2}) for stage in (2, 3)),
     *((2, {"zero_stage": stage, "accumulate": "full"}) for stage in (2, 3)),
@@ -74,30 +71,22 @@ LAYOUTS: tuple[Layout, ...] = (
     (4, {"zero_stage": 3, "offload": "parameters", "activation_checkpointing": "full"}),
     *((ranks, {"cp": ranks, "cp_method": m}) for ranks in (2, 4) for m in ("heads", "keys")),
     (4, {"cp": 2, "cp_method": "keys", "zero_stage": 3}),
-    *((ranks, {"tp": ranks}) for ranks in (2, 4)),
-    (2, {"tp": 2, "sequence_parallel": False}),
+    *((ranks, {"tp": ranks}) for ranks in (2, 4)), (2, {"tp": 2, "sequence_parallel": False}),
     (4, {"tp": 2, "zero_stage": 2, "activation_checkpointing": "selective"}),
     *((8, {"tp": 2, "zero_stage": 3}), (8, {"tp": 2, "cp": 2, "zero_stage": 1})),
     (8, {"tp": 2, "pp": 2, "zero_stage": 2}),
     *((ranks, {"optimizer": "muon", "zero_stage": ranks - 1}) for ranks in (1, 2, 4)),
     *((4, {"optimizer": "muon", **split}) for split in ({"pp": 2}, {"tp": 2}, {"cp": 2})),
-    *((ranks, {"optimizer": "adafactor", "lr": 0.03}) for ranks in (1, 4)),
-    (1, EXPERTS),
+    *((ranks, {"optimizer": "adafactor", "lr": 0.03}) for ranks in (1, 4)), (1, EXPERTS),
     *((2, {**EXPERTS, "ep": 2, "zero_stage": stage}) for stage in (0, 3)),
     *((4, {**EXPERTS, "ep": ep, "zero_stage": stage}) for ep, stage in ((4, 1), (2, 2))),
-    (4, {**EXPERTS, "ep": 2, "pp": 2}),
-    (4, {**EXPERTS, "ep": 2, "tp": 2}),
+    (4, {**EXPERTS, "ep": 2, "pp": 2}), (4, {**EXPERTS, "ep": 2, "tp": 2}),
     *((ranks, {"tp_grid": grid}) for ranks, grid in ((2, "2x1"), (2, "1x2"), (4, "2x2"))),
-    (8, {"tp_grid": "2x2x2", "micro_batch_size": 4}),
-    (8, {"tp_grid": "2x2", "zero_stage": 3}),
+    (8, {"tp_grid": "2x2x2", "micro_batch_size": 4}), (8, {"tp_grid": "2x2", "zero_stage": 3}),
     (4, {"zero_stage": 3, "node_size": 2, "secondary_shards": True}),
     *((2, {**ALONE, "zero_stage": stage}) for stage in (0, 2)),
-)
+)  # fmt: skip
 ANOTHER_RUN = {"optimizer", "lr", *EXPERTS}  # settings that a run of one process has, too
-PUBLISHED: dict[str, Any] = {
-    "who": "torchtitan, published (its issue 3029)",
-    **{"layouts": 18, "lowest": 9.73, "highest": 9.97, "one_process": 9.815},
-}
 
 
 def name_of(ranks: int, changes: dict[str, Any]) -> str:
@@ -123,22 +112,6 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
-
-
-class Countdown:
-    """Prints a line for each layout that is done, with the time that the rest may take."""
-
-    def __init__(self, n_layouts: int) -> None:
-        self.n_layouts, self.done, self.began = n_layouts, 0, time.monotonic()
-
-    def line(self, text: str) -> None:
-        self.done += 1
-        so_far = time.monotonic() - self.began
-        rest = so_far / self.done * (self.n_layouts - self.done)
-        print(f"[{self.done}/{self.n_layouts}] {text}  {duration(rest)} left", flush=True)
-
-    def end(self) -> None:
-        print(f"{self.done} layouts in {duration(time.monotonic() - self.began)}", flush=True)
 
 
 def _rank(settings: dict[str, Any]) -> int:
@@ -175,7 +148,7 @@ def _bus() -> Iterator[None]:
 def fastpar_rows(layouts: Sequence[Layout] = LAYOUTS) -> list[dict[str, Any]]:
     """A row for each layout: losses, and those of its run of one process, in both modes."""
     known: dict[str, list[float]] = {}
-    rows, countdown = [], Countdown(len(layouts))
+    rows = []
     for ranks, changes in layouts:
         row: dict[str, Any] = {"layout": name_of(ranks, changes), "ranks": ranks}
         row["settings"] = {n: v for n, v in changes.items() if n not in EXPERTS}
@@ -186,15 +159,12 @@ def fastpar_rows(layouts: Sequence[Layout] = LAYOUTS) -> list[dict[str, Any]]:
             if key not in known:
                 known[key] = run((1, of_one))
             _measure(row, mode, partial(run, (ranks, changes)), known[key])
-        countdown.line(_line(row["layout"], row.get("deterministic"), row.get("default")))
         rows.append(row)
-    countdown.end()
+        say(rows, len(layouts), "deterministic", "default")
     return rows
 
 
-def _measure(
-    row: dict[str, Any], mode: str, run: Callable[[], list[float]], beside: list[float]
-) -> None:
+def _measure(row: dict[str, Any], mode: str, run: Callable[[], Any], beside: list[float]) -> None:
     """Adds a mode's losses to a row, or why there are none."""
     try:
         row[mode] = {"losses": run(), "beside": beside}
@@ -244,7 +214,7 @@ def _peer_rank(title: str, dropout: float) -> list[float]:
 def peer_rows(peers: Sequence[tuple[str, int]] = PEERS) -> list[dict[str, Any]]:
     """A row for each: losses without dropout and with it; refused: why it has none."""
     known: dict[float, list[float]] = {}
-    rows, countdown = [], Countdown(len(peers))
+    rows = []
     for title, ranks in peers:
         row: dict[str, Any] = {"layout": f"{title}, {ranks} ranks", "ranks": ranks, "who": title}
         for mode, dropout in (("no dropout", 0.0), ("dropout", SETTINGS["dropout"])):
@@ -253,9 +223,8 @@ def peer_rows(peers: Sequence[tuple[str, int]] = PEERS) -> list[dict[str, Any]]:
             if dropout not in known:
                 known[dropout] = _peer(contenders.SINGLE, 1, dropout)
             _measure(row, mode, partial(_peer, title, ranks, dropout), known[dropout])
-        countdown.line(_line(row["layout"], row.get("no dropout"), row.get("dropout")))
         rows.append(row)
-    countdown.end()
+        say(rows, len(peers), "no dropout", "dropout")
     return rows
 
 
@@ -263,8 +232,10 @@ def _peer(title: str, ranks: int, dropout: float) -> list[float]:
     return run_ranks(_peer_rank, ranks, title, dropout, backend="gloo", timeout_s=300.0)[-1]
 
 
-def _line(layout: str, *modes: dict[str, Any] | None) -> str:
-    return f"{layout:60} " + "  ".join(_difference(mode) for mode in modes)
+def say(rows: Sequence[dict[str, Any]], many: int, *modes: str) -> None:
+    """A line for the last row."""
+    found = "  ".join(_difference(rows[-1].get(mode)) for mode in modes)
+    print(f"[{len(rows)}/{many}] {rows[-1]['layout']:60} {found}", flush=True)
 
 
 def difference(mode: dict[str, Any]) -> float:
@@ -285,10 +256,8 @@ def _difference(mode: dict[str, Any] | None) -> str:
 def table(folder: Path) -> None:
     """README.md of the rows in a folder."""
     own, others = (json.loads((folder / f"{n}.json").read_text()) for n in ("fastpar", "peers"))
-    said = PUBLISHED
-    losses = f"{said['lowest']} to {said['highest']}, one GPU {said['one_process']}"
-    far = max(abs(said[end] - said["one_process"]) for end in ("lowest", "highest"))
-    quoted = [f"{said['who']}: {said['layouts']} layouts", losses, "-", "-", f"{far:.3f}"]
+    quoted = ["torchtitan, published (its issue 3029): 18 layouts", "9.73 to 9.97, one GPU 9.815"]
+    quoted += ["-", "-", "0.155"]
     lines = [
         "# One run on every layout\n",
         "Written by `python -m bench matrix table`; how it was run: `bench/systems/matrix.py`.",

@@ -75,13 +75,11 @@ class Trial:
         return self.rows * self.config.block_size
 
 
-def batch(
-    config: GPTConfig, step: int, dp_rank: int, dp_size: int, rows: int
-) -> tuple[Tensor, Tensor]:
-    """The sequences of one of dp_size ranks of the step's `rows` ones."""
+def batch(config: GPTConfig, step: int, rank: int, size: int, rows: int) -> tuple[Tensor, Tensor]:
+    """The sequences of one of `size` data-parallel ranks, of the step's `rows` ones."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(config.vocab_size, (rows, config.block_size + 1), generator=generator)
-    tokens = tokens.view(dp_size, rows // dp_size, -1)[dp_rank]
+    tokens = tokens.view(size, rows // size, -1)[rank]
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -96,9 +94,7 @@ class Rank:
         if trial.ranks > 1:
             initialize(int(os.environ["RANK"]), trial.ranks, torch.device("cpu"), trial.timeout_s)
         if trial.name.startswith("DeepSpeed"):
-            if (
-                trial.linked
-            ):  # it would compile an operator by which ranks of one host skip the link
+            if trial.linked:  # it would compile an operator by which ranks of a host skip the link
                 os.environ["DS_ACCELERATOR"] = "cpu"
                 with contextlib.suppress(ImportError):  # build() says that it is not installed
                     ops = importlib.import_module("deepspeed.ops").__compatible_ops__
@@ -307,9 +303,7 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
                     self.logs[name].refused = str(error)
                     self.close(name)
 
-    def start(
-        self, trials: Mapping[str, Any], reference: Mapping[str, float] | None = None
-    ) -> None:
+    def start(self, trials: Mapping[str, Any], reference: dict[str, float] | None = None) -> None:
         """Start them; reference: what the gate of weights compares with."""
         self.trials |= trials
 

@@ -68,12 +68,10 @@ _MUON = {"optimizer": "muon", **LINEAR}
 NARROW = {"max_steps": 1310, **_MUON, "batch_size": 16, "lr": 0.015, "n_embd": 192}
 RECIPES: dict[str, Settings] = {
     "adamw, 8": {"max_steps": 2000, "batch_size": 8, "optimizer": "adamw"},
-    "adamw, 8, linear": {"max_steps": 2000, **LINEAR},
-    "muon, 8": {"max_steps": 1200, **_MUON},
-    "muon, 16": {"max_steps": 764, **_MUON, "batch_size": 16},
-    "muon, narrow": NARROW,
+    "adamw, 8, linear": {"max_steps": 2000, **LINEAR}, "muon, 8": {"max_steps": 1200, **_MUON},
+    "muon, 16": {"max_steps": 764, **_MUON, "batch_size": 16}, "muon, narrow": NARROW,
     "muon, narrow, NanoChat's block": {**NARROW, "model": "nanochat-tiny", "block_size": 128},
-}
+}  # fmt: skip
 EXPERTS: dict[str, Settings] = {  # as many floating-point operations a token, or seconds
     "dense": {"max_steps": 1000},
     "8 experts, top 2": {"max_steps": 1000, "n_expert": 8, "expert_hidden": 256},
@@ -93,17 +91,14 @@ STORAGE: dict[str, Settings] = {
 }
 
 
+_NO_MOMENTUM = {"outer_lr": 1.0, "outer_momentum": 0.0}
 FORMATS: dict[str, Settings] = {
-    "fp32": {},
-    "bf16": {"wire_gradients": "bf16"},
-    "int8": {"wire_gradients": "int8"},
+    "fp32": {}, "bf16": {"wire_gradients": "bf16"}, "int8": {"wire_gradients": "int8"},
     "int8, weights too": {"wire_gradients": "int8", "wire_weights": "int8"},
     **{f"DiLoCo, every {n}": {"replicas": 2, "outer_every": n} for n in (10, 50, 200)},
-    "local SGD, every 50": {
-        **{"replicas": 2, "outer_every": 50, "outer_lr": 1.0, "outer_momentum": 0.0}
-    },
+    "local SGD, every 50": {"replicas": 2, "outer_every": 50, **_NO_MOMENTUM},
     "DiLoCo, every 50, momentum 0.5": {"replicas": 2, "outer_every": 50, "outer_momentum": 0.5},
-}
+}  # fmt: skip
 PRODUCTS: dict[str, Settings] = {
     "bf16": {},
     "mlp, scales of rows": {"fp8": "mlp", "fp8_emulate": True},
@@ -118,22 +113,14 @@ QUIET = {"threads": 1, "eval_every": 0, "save_every": 0, "num_samples": 0, "devi
 _BYTES = {**QUIET, "eval_batches": 32, "model": "micro", "tokenizer": "bytes", "lr": 3e-3}
 _BYTES |= {"lr_schedule": "linear", "n_head": 2, "n_embd": 64, "max_steps": 2000}
 _STORAGE = {**QUIET, "eval_every": 50, "eval_batches": 32, "model": "micro"}
+_STORAGE |= {"batch_size": 16, "max_steps": 400}
+_WIRES, _FP8 = {"nproc": 2, "zero_stage": 1, "n_layer": 2}, {"dtype": "bf16", "n_layer": 1}
 STUDIES = {
     "main_job": Study("recipe", RECIPES, {**QUIET, "eval_batches": 1000}, (1,)),
     "experts": Study("recipe", EXPERTS, {**QUIET, "eval_batches": 50, **LINEAR, "model": "micro"}),
-    "storage": Study(
-        "recipe", STORAGE, {**_STORAGE, "batch_size": 16, "max_steps": 400}, (1, 2, 3, 4)
-    ),
-    "wires": Study(
-        "format",
-        FORMATS,
-        {**_BYTES, "nproc": 2, "zero_stage": 1, "n_layer": 2, "block_size": 64, "batch_size": 16},
-    ),
-    "fp8": Study(
-        "products",
-        PRODUCTS,
-        {**_BYTES, "dtype": "bf16", "n_layer": 1, "block_size": 32} | {"batch_size": 4},
-    ),
+    "storage": Study("recipe", STORAGE, _STORAGE, (1, 2, 3, 4)),
+    "wires": Study("format", FORMATS, {**_BYTES, **_WIRES, "block_size": 64, "batch_size": 16}),
+    "fp8": Study("products", PRODUCTS, {**_BYTES, **_FP8, "block_size": 32, "batch_size": 4}),
 }
 
 

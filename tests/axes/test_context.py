@@ -60,13 +60,10 @@ def attended(method, heads, p, dtype, documents):
 
 
 @covering(
-    2,
-    (("method", "packed"), [("heads", False), ("keys", False), ("keys", True)]),
-    ("ranks", [1, 2, 3, 4]),
-    ("heads", [2, 5, 12]),
-    ("p", [0.0, 0.3]),
+    2, (("method", "packed"), [("heads", False), ("keys", False), ("keys", True)]),
+    ("ranks", [1, 2, 3, 4]), ("heads", [2, 5, 12]), ("p", [0.0, 0.3]),
     ("dtype", [torch.float32, torch.bfloat16, torch.float64]),
-)
+)  # fmt: skip
 def test_attention_has_the_bits_of_one_process(method, packed, ranks, heads, p, dtype):
     """Heads that the ranks do not divide are padded. By keys dk and dv are sums over ranks, there
     may be more ranks than heads, and in fp64 torch's products round with their sizes."""
@@ -135,9 +132,6 @@ def test_work_by_the_tiles_of_the_cpu_s_kernel():
     assert max(counts) <= 1.001 * sum(counts) / 4
 
 
-# Operators
-
-
 def opchecked():
     heads, of = ContextParallel(TorchCollectives()), torch.ops.fastpar
     x = random(2, 3, 5, 4).requires_grad_()
@@ -156,9 +150,6 @@ def opchecked():
 def test_opcheck():
     """On one rank: its checks run ops a number of times that other ranks would not follow."""
     run_ranks(opchecked, 1, timeout_s=300)
-
-
-# The model
 
 
 def gpt(**changes):

@@ -27,9 +27,7 @@ class Scale(nn.Module):
 
 def test_states_that_contradict_each_other_or_are_of_no_parameter():
     """Tied parameters have the state of either name."""
-    two = (
-        r"parallelize: parameter '1\.scale' has two states, Partial\(\) and Replicate\(\); declare"
-    )
+    two = r"parallelize: parameter '1\.scale' has two states, Partial\(\) and Replicate\(\);"
     none = r"parallelize: Scale declares a state for '1\.shift', which is not a parameter; correct"
 
     def rank():
@@ -45,9 +43,6 @@ def test_states_that_contradict_each_other_or_are_of_no_parameter():
                 find_states(model, tp)
 
     run_ranks(rank, 1)
-
-
-# Refusals
 
 
 def gpt(**sizes):
@@ -85,9 +80,6 @@ def test_a_model_that_does_not_split_stays_as_it_was(make, tp, options, message)
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
     run_ranks(rank, tp)
-
-
-# Reports
 
 
 def test_a_report_of_a_plan():

@@ -123,9 +123,6 @@ def test_gathered_blocks_are_let_go_of_within_an_op(op, forward, backward):
         assert memory.peak_bytes == pytest.approx(backward, rel=0.01)
 
 
-# Refusals
-
-
 class Own(nn.Linear):
     def tensor_parallel(self, tp):
         return {"weight": None}

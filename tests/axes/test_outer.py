@@ -184,9 +184,7 @@ def test_a_checkpoint_has_the_outer_state(wire, stage, stop, tmp_path):
 @sweep("form", ["bf16", "int8"])
 def test_compressed_differences(form):
     how = {"replicas": 2, "every": 2, **AS_IT_IS}
-    exact, compressed = (
-        run_ranks(lambda wire=wire: run(12, wire=wire, **how), 2) for wire in ("fp32", form)
-    )
+    exact, compressed = (run_ranks(lambda w=w: run(12, wire=w, **how), 2) for w in ("fp32", form))
     assert same(compressed[0][0], compressed[1][0])
     ratio = exact[0][1] / compressed[0][1]
     assert ratio >= {"bf16": 1.9, "int8": 3.0}[form]  # padded to blocks

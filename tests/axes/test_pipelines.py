@@ -8,28 +8,20 @@ from cells import slow, sweep
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastpar.axes.pipeline.schedules import (
-    RULES,
-    Costs,
-    Kind,
-    cut,
-    in_order,
-    make_schedule,
-    time_of,
-)
+from fastpar.axes.pipeline import schedules
 from fastpar.settings.mesh import CHUNKS
 
 
 def most_held(ops):
     """Micro-batches of chunks that a rank holds at once."""
-    return max(itertools.accumulate(1 if op.kind is Kind.FORWARD else -1 for op in ops))
+    return max(itertools.accumulate(1 if op.kind is schedules.Kind.FORWARD else -1 for op in ops))
 
 
 def check(schedule):
     """A rank has each operation once, and each chunk's in the order of the micro-batches; the other
     side receives in the order of sending, as stages post no other (pipeline/stages.py); none waits
     for ever."""
-    kinds = set(Kind)
+    kinds = set(schedules.Kind)
     for ops in schedule.ops:
         assert {op.kind for op in ops} == kinds
         for chunk, kind in itertools.product(range(schedule.chunks), kinds):
@@ -38,7 +30,7 @@ def check(schedule):
     for pair in itertools.permutations(range(schedule.ranks), 2):
         sent, received = messages(schedule, *pair)
         assert sent == received, "received"
-    in_order(schedule)
+    schedules.in_order(schedule)
 
 
 def messages(schedule, sender, receiver):
@@ -46,7 +38,7 @@ def messages(schedule, sender, receiver):
     sides = [], []
     for rank, other, side in ((sender, receiver, sides[0]), (receiver, sender, sides[1])):
         for op in schedule.ops[rank]:
-            forward, stage = op.kind is Kind.FORWARD, schedule.stage_of(rank, op.chunk)
+            forward, stage = op.kind is schedules.Kind.FORWARD, schedule.stage_of(rank, op.chunk)
             there = stage + (1 if forward == (rank == sender) else -1)
             if not 0 <= there < schedule.stages:
                 continue
@@ -66,10 +58,10 @@ def messages(schedule, sender, receiver):
     ids=["some", "most"],
 )
 def test_every_schedule_is_complete_and_can_run(micro_batches):
-    for name, p, chunks in itertools.product(RULES, range(1, 17), range(1, 5)):
+    for name, p, chunks in itertools.product(schedules.RULES, range(1, 17), range(1, 5)):
         if chunks in CHUNKS.get(name, [1]):
             for m in micro_batches(p):
-                check(make_schedule(name, p, m, chunks))
+                check(schedules.make_schedule(name, p, m, chunks))
 
 
 # p, m: makespan over the ideal - 1, and micro-batches of a whole rank's layers held at most.
@@ -85,28 +77,28 @@ COLUMNS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
 @pytest.mark.parametrize(("p", "m"), PUBLISHED)
 def test_bubbles_and_peaks(p, m):
     for (name, v), (bubble, peak) in zip(COLUMNS, PUBLISHED[p, m]):
-        costs = Costs([1 / v] * (p * v), [2 / v] * (p * v))
-        makespan, busy = time_of(name, p, m, v, costs, 0.0)
+        costs = schedules.Costs([1 / v] * (p * v), [2 / v] * (p * v))
+        makespan, busy = schedules.time_of(name, p, m, v, costs, 0.0)
         assert busy == pytest.approx(3 * m)
         assert makespan / (3 * m) - 1 == pytest.approx(bubble, abs=6e-4), name
-        held = max(map(most_held, make_schedule(name, p, m, v).ops)) / v
+        held = max(map(most_held, schedules.make_schedule(name, p, m, v).ops)) / v
         assert held == pytest.approx(peak, abs=0.01), name
 
 
 def test_stages_owners_and_messages_between_ranks():
-    schedule = make_schedule("interleaved", 4, 8, 2)
+    schedule = schedules.make_schedule("interleaved", 4, 8, 2)
     for stage in range(8):
         assert schedule.stage_of(*schedule.owner(stage)) == stage
     assert schedule.owner(7) == (3, 1)
-    costs = Costs([1.0] * 4, [2.0] * 4)
+    costs = schedules.Costs([1.0] * 4, [2.0] * 4)
     # Three boundaries are between ranks; twice each.
-    times = (time_of("interleaved", 2, 1, 2, costs, message)[0] for message in (0.5, 0.0))
+    times = (schedules.time_of("interleaved", 2, 1, 2, costs, message)[0] for message in (0.5, 0.0))
     with_them, without = times
     assert with_them - without == pytest.approx(6 * 0.5)
 
 
 def test_a_schedule_that_waits_for_itself_is_found():
-    schedule = make_schedule("1f1b", 2, 3)
+    schedule = schedules.make_schedule("1f1b", 2, 3)
     backward_first = tuple(tuple(sorted(ops, key=lambda op: op.kind.value)) for ops in schedule.ops)
     with pytest.raises(ValueError, match=r"1f1b with pp=2 cannot run.* wait for each other"):
         check(schedule._replace(ops=backward_first))
@@ -125,10 +117,7 @@ BAD = [
 @sweep(("arguments", "message"), BAD)
 def test_bad_schedules(arguments, message):
     with pytest.raises(ValueError, match=message):
-        make_schedule(*arguments)
-
-
-# Cuts
+        schedules.make_schedule(*arguments)
 
 
 def stage_costs(costs, counts):
@@ -156,7 +145,7 @@ def test_no_other_cut_is_better(costs, n_stages, head):
         each = stage_costs(costs, way)
         return max(each), sum(x * x for x in each)
 
-    found = cut(costs, n_stages)
+    found = schedules.cut(costs, n_stages)
     assert len(found) == n_stages
     assert sum(found) == n
     assert all(found[1:-1])
@@ -173,6 +162,6 @@ def test_no_other_cut_is_better(costs, n_stages, head):
     ],
 )
 def test_the_shapes_of_gpt2(n_layer, head, n_stages, expected):
-    assert cut([0.1, *[1.0] * n_layer, head], n_stages) == expected
+    assert schedules.cut([0.1, *[1.0] * n_layer, head], n_stages) == expected
     with pytest.raises(ValueError, match=r"cut: expected 1 to 4 stages .* n_stages=5; choose"):
-        cut([0, 1, 1, 5], 5)
+        schedules.cut([0, 1, 1, 5], 5)

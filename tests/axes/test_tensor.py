@@ -13,16 +13,6 @@ import torch.nn.functional as F
 from cells import sweep
 
 from fastpar.axes.tensor import functional
-from fastpar.axes.tensor.functional import (
-    TensorParallel,
-    column_linear,
-    copy_to,
-    gather,
-    handle_of,
-    reduce_from,
-    row_linear,
-    scatter,
-)
 from fastpar.axes.tensor.vocabulary import vocab_embedding, vocab_linear_cross_entropy
 from fastpar.comm.transports import TorchCollectives
 from fastpar.kernels import linear_cross_entropy
@@ -41,7 +31,7 @@ DTYPES = {
 
 
 def make(sequence_parallel=True):
-    return TensorParallel(TorchCollectives(), sequence_parallel=sequence_parallel)
+    return functional.TensorParallel(TorchCollectives(), sequence_parallel=sequence_parallel)
 
 
 def random(*shape, seed=0, dtype=torch.float32):
@@ -62,8 +52,6 @@ def assert_close(got, expected, dtype, wide=None):
 
 
 # Conjugate operators: whole integers, so that sums are exact
-
-
 def ints(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-9, 9, shape, generator=generator).double()
@@ -72,12 +60,12 @@ def ints(*shape, seed=0):
 SHAPES = [((4, 6), 0), ((4, 6), -2), ((4, 6), -1), ((3, 4, 6), 1), ((2, 4, 6), 0), ((2, 4, 6), -1)]
 # Whether x and dy are parts of sums, and which of x and y is a slice.
 OPERATORS = {
-    copy_to: (False, True, ""),
-    reduce_from: (True, False, ""),
-    functools.partial(gather, partial=False): (False, False, "x"),
-    functools.partial(gather, partial=True): (False, True, "x"),
-    functools.partial(scatter, partial=False): (False, False, "y"),
-    functools.partial(scatter, partial=True): (True, False, "y"),
+    functional.copy_to: (False, True, ""),
+    functional.reduce_from: (True, False, ""),
+    functools.partial(functional.gather, partial=False): (False, False, "x"),
+    functools.partial(functional.gather, partial=True): (False, True, "x"),
+    functools.partial(functional.scatter, partial=False): (False, False, "y"),
+    functools.partial(functional.scatter, partial=True): (True, False, "y"),
 }
 
 
@@ -99,8 +87,8 @@ def test_operators_and_their_adjoints(op, shape, dim, strided):
         before = x.detach().clone()
         y = op(x, dim, tp) if sliced else op(x, tp)
         assert torch.equal(x, before)  # a sum in place would change what others still read
-        assert op is copy_to or y.data_ptr() != x.data_ptr()
-        assert y.is_contiguous() or op is copy_to or sliced == "x"
+        assert op is functional.copy_to or y.data_ptr() != x.data_ptr()
+        assert y.is_contiguous() or op is functional.copy_to or sliced == "x"
         y.backward(of_rank("y", 20, tp.rank, sums_dy))
         return y.detach(), x.grad
 
@@ -113,10 +101,8 @@ def test_operators_and_their_adjoints(op, shape, dim, strided):
         assert torch.equal(grad, slices(dx, dim)[rank] if sliced == "x" else dx)
 
 
-# Layers
-
 C, FEATURES = 6, 8
-LINEAR = {"column": column_linear, "row": row_linear}
+LINEAR = {"column": functional.column_linear, "row": functional.row_linear}
 
 
 def whole_inputs(dtype, dims):
@@ -135,7 +121,7 @@ def test_there_may_be_no_tokens_and_no_ranks(sp):
         tp = make(sp)
         x = torch.zeros(0, C, requires_grad=True)
         w, v = torch.ones(4, C, requires_grad=True), torch.ones(C, 4, requires_grad=True)
-        y = row_linear(column_linear(x, w, None, tp), v, None, tp)
+        y = functional.row_linear(functional.column_linear(x, w, None, tp), v, None, tp)
         y.sum().backward()
         assert (list(y.shape), w.grad.any(), v.grad.any()) == ([0, C], False, False)
 
@@ -143,9 +129,6 @@ def test_there_may_be_no_tokens_and_no_ranks(sp):
     x, w, b, *_ = whole_inputs(torch.float32, 3)
     for linear in LINEAR.values():  # without ranks
         assert torch.equal(linear(x, w, b), F.linear(x, w, b))
-
-
-# Which communication is under way beside which product
 
 
 class Recorded(TorchCollectives):
@@ -174,7 +157,7 @@ for name in ("all_reduce", "reduce_scatter", "all_gather"):
 def order(kind, sp, needed):
     """Collectives and products of forward and backward, as this rank calls them."""
     log = []
-    tp = TensorParallel(Recorded(log), sequence_parallel=sp)
+    tp = functional.TensorParallel(Recorded(log), sequence_parallel=sp)
     x, w, b, v, c, _ = whole_inputs(torch.float32, 2)
     tensors = (x, w, b) if kind == "column" else (random(4, FEATURES), v, c)
     tensors = [t.requires_grad_(n) for t, n in zip(tensors, needed)]
@@ -217,8 +200,6 @@ def test_sums_are_under_way_during_the_weights_gradient():
         [log] = run_ranks(order, 1, "column", True, needed)
         assert log[log.index("backward") + 1 :] == expected
 
-
-# A vocabulary in parts
 
 N, WIDTH = 12, 16
 SHARES = Shard(0, pad_to=4)
@@ -349,9 +330,6 @@ def test_only_the_gradients_of_the_loss_that_are_needed(sp):
     run_ranks(rank, 2)
 
 
-# Under torch's machinery
-
-
 def opchecked():
     """On one rank: its checks run ops a number of times that other ranks would not follow."""
     tp, of, check = make(), torch.ops.fastpar, torch.library.opcheck
@@ -386,13 +364,13 @@ def test_a_handle_is_known_by_its_number_while_somebody_has_it():
     def rank():
         one, two = make(), make(False)
         assert one.number != two.number
-        assert handle_of(two.number) is two
+        assert functional.handle_of(two.number) is two
         assert (one.per_token, two.per_token) == (Partial(), Replicate())
         assert copy.deepcopy({"tp": one})["tp"] is one
         number = two.number
         del two
         with pytest.raises(AssertionError, match=r"the model keeps it"):
-            handle_of(number)
+            functional.handle_of(number)
         message = (
             r"TensorParallel: cannot save the model itself, of which rank "
             rf"{torch.distributed.get_rank()} of 2 has a slice; save model\."
@@ -401,9 +379,6 @@ def test_a_handle_is_known_by_its_number_while_somebody_has_it():
             pickle.dumps(one)
 
     run_ranks(rank, 2)
-
-
-# Refusals
 
 
 def of_loss(sp=False, **change):
@@ -438,9 +413,9 @@ def zeros(*shape):
 SLICE = r"\[F, C\], got x=\[4, 3\] weight=\[2, 5\]; pass this rank's slice of the weight"
 LOSS = "vocab_linear_cross_entropy: "
 REFUSED = [
-    (lambda: scatter(torch.ones(4, 3), -1, make(), partial=False),
+    (lambda: functional.scatter(torch.ones(4, 3), -1, make(), partial=False),
      r"scatter: expected tp=2 to divide dimension -1, got x=\[4, 3\]; pad it to a multiple"),
-    (lambda: row_linear(torch.ones(3, 4), torch.ones(2, 4), None, make()),
+    (lambda: functional.row_linear(torch.ones(3, 4), torch.ones(2, 4), None, make()),
      r"row_linear: expected tp=2 to divide dimension 0, got x=\[3, 4\]; pad it"),
     (lambda: vocab_embedding(zeros(1, 3), torch.ones(4, WIDTH), make()),
      r"scatter: expected tp=2 to divide dimension 0, got x=\[3, 16\]"),

@@ -10,12 +10,9 @@ SIZES = "--model micro --n-layer 4 --n-head 2 --n-embd 32 --block-size 32 --batc
 TRAIN = f"train {SIZES} --data text.txt --tokenizer bytes --device cpu --max-steps 2"
 TRAIN += " --num-samples 0 --halve-every"
 COMMANDS = [
-    "train --help-all",
-    f"{TRAIN} 2 --compile",
-    f"{TRAIN} -1",
-    f"{TRAIN} 2 --out run",
+    "train --help-all", f"{TRAIN} 2 --compile", f"{TRAIN} -1", f"{TRAIN} 2 --out run",
     f"plan --gpu cpu --gpus 1 {SIZES} --top 20 --json plan.json",
-]
+]  # fmt: skip
 IN_A_PROCESS_THAT_KNOWS_THE_AXIS = """
 import contextlib, io, json, sys, toy_axis, torch
 from fastpar import Mesh, GPT, GPTConfig, Parallel, parallelize, engine_of

@@ -20,12 +20,7 @@ from fastpar.checkpoint import commands, reader, restore
 from fastpar.checkpoint.commands import examine
 from fastpar.checkpoint.manifest import read_manifest
 from fastpar.checkpoint.reader import newest_checkpoint, verify_checkpoint
-from fastpar.checkpoint.restore import (
-    load_checkpoint,
-    load_weights,
-    read_run_state,
-    read_state,
-)
+from fastpar.checkpoint.restore import load_checkpoint, load_weights, read_run_state, read_state
 from fastpar.checkpoint.saver import Saver, save_checkpoint
 from fastpar.data.tokenizer import make_tokenizer
 from fastpar.files.runs import list_checkpoints, point_latest
@@ -438,8 +433,6 @@ def test_a_state_that_could_not_be_read_back_fails_on_all_ranks(tmp_path, state,
 
 
 # Any model: what Saver commits verifies, loads and goes on
-
-
 SIZES = {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
 
 

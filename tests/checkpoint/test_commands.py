@@ -213,8 +213,6 @@ def test_nonfinite_values_are_counted(tmp_path):
 
 
 # export: the same bytes, or another dtype from the masters; never half of a folder
-
-
 @pytest.mark.parametrize("options", [{"master_weights": True}, {"master_weights": "remainder"}])
 def test_export_takes_the_masters(tmp_path, options):
     model, optimizer = make(tmp_path / "run", (3,), torch.bfloat16, **options)

@@ -206,9 +206,7 @@ def test_every_changed_byte_is_found_by_one_part(made, n_parts, step):
         raw = (folder / name).read_bytes()
         for i in range(0, len(raw), step):
             (folder / name).write_bytes(raw[:i] + bytes([raw[i] ^ 0x10]) + raw[i + 1 :])
-            parts = [
-                find_damage(folder, manifest, part=part, n_parts=n_parts) for part in range(n_parts)
-            ]
+            parts = [find_damage(folder, manifest, part=n, n_parts=n_parts) for n in range(n_parts)]
             found = {d.file for part in parts for d in part}
             assert found == {name}
         (folder / name).write_bytes(raw)
@@ -263,8 +261,6 @@ def test_a_file_that_shrinks_and_a_disk_that_cannot_be_read(made, monkeypatch):
 
 
 # Of two checkpoints of a run the newer is damaged
-
-
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=4, vocab_size=256, dropout=0.0)
 OURS = re.compile(r"[\w.]+: expected .*; .*", re.DOTALL)
 

@@ -106,7 +106,6 @@ def test_damage_is_found_as_the_bytes_pass_and_missing_files_are_named(made):
 
 
 # Parts of tensors, straight to their places; see test_reshard for whole models.
-
 SMALL = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=8, vocab_size=301)
 MOMENT = "wte.weight/exp_avg"
 
@@ -157,7 +156,6 @@ def test_the_elements_of_some_runs(saved, monkeypatch):
 
 
 # Weights from wherever they lie; those of a checkpoint only if every byte is right
-
 CONFIG = GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=9, dropout=0.0)
 
 

@@ -55,8 +55,6 @@ class Rank:
 
 
 # What is copied: together everything once, and nobody all of it
-
-
 MESHES = [(1, 1, 0, None), (3, 1, 0, None), (4, 1, 1, None), (3, 1, 2, None), (4, 1, 3, None),
           (4, 1, 3, 2), (4, 2, 0, None), (4, 2, 3, None), (4, 4, 0, None)]  # fmt: skip
 
@@ -126,7 +124,6 @@ def test_the_host_copy_is_made_once(tmp_path):
 #    load                           nothing where a weight is read to its place; at stage 3 this
 #                                   rank's part, turned; with tp w, as its file has it, and this
 #                                   rank's part
-
 SMALL = 4096  # bytes: steps, norms, what ranks agree on
 LARGEST = 4 * 4 * 64 * 64  # bytes of a projection of an MLP, as large as the embedding
 

@@ -214,9 +214,6 @@ def test_bad_calls(kind):
     run_ranks(rank, 2)
 
 
-# Which transport
-
-
 def chosen(cells):
     """Of cells (transport, in_rank_order, apart): what was taken, why, what was warned of; an
     error's words. apart: each rank believes that it is on a host of its own."""
@@ -254,9 +251,6 @@ def test_the_choice_of_a_transport_is_visible():
         make_collectives(transport="tcp")
     with pytest.raises(ValueError, match="expected CPU tensors for transport=shm, got device=cuda"):
         make_collectives(transport="shm", device="cuda")
-
-
-# torch.distributed: its thread, errors that reach every rank, the end of a process
 
 
 def said(call):
@@ -432,9 +426,6 @@ def profiled():
 def test_a_profiler_and_hooks_of_the_caller():
     """gloo's thread takes Python's lock then, while it holds the lock of the operation."""
     assert run_ranks(profiled, 1, backend="gloo", timeout_s=60) == [128.0]
-
-
-# The thread that ends operations in order
 
 
 def test_an_operation_lets_go_of_its_tensors_before_anybody_goes_on():

@@ -57,8 +57,6 @@ def test_the_device_of_a_rank(environment, monkeypatch):
     assert _pick_device(None, None, local_rank=5) == torch.device("cuda", 0)
 
 
-# Refusals
-
 GRID_WORDS = r"tp_grid of two or three positive integers .* pass \(2, 2\), for"
 REFUSED = [  # settings, ranks, words
     *(({"dp": x}, 1, f"expected dp to be a positive integer.*got dp={x}") for x in (0, True, 2.0)),
@@ -130,9 +128,6 @@ def test_other_refusals(monkeypatch):
         run_ranks(lambda: Mesh(tp=2), 4)
 
 
-# What ranks agree on
-
-
 def test_check_same_names_the_first_difference_on_every_rank():
     def ranks(differs):
         mesh = Mesh()
@@ -164,9 +159,6 @@ def test_broadcast_copies_any_dtype_shape_and_stride():
         return [t.float().flatten().tolist() for t in tensors]
 
     assert run_ranks(rank, 2) == [[[1.0], [7.0] * 3, [1.5] * 6, [], [0.0] * 5]] * 2
-
-
-# Groups and places
 
 
 def from_torchruns_environment():

@@ -25,9 +25,6 @@ from fastpar.testing import run_ranks
 BACKENDS = ["threads", "gloo"]
 
 
-# run_ranks: threads and forked processes
-
-
 def environment():
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
     return dist.is_initialized(), [os.environ[name] for name in names]
@@ -104,9 +101,6 @@ def test_a_thread_that_hangs_is_named():
 
     with pytest.raises(TimeoutError, match=r"^rank 1: gave no answer for 1 s; a coll"):
         run_ranks(hangs, 2, timeout_s=1)
-
-
-# Ranks: processes that stay
 
 
 def test_threads_sleep_where_ranks_share_cores(monkeypatch):
@@ -210,9 +204,7 @@ NO_ROOM = "ValueError: no room in <path>"
         slow(("says",), 0, "last words", False),
     ],
 )
-def test_the_rank_that_failed_is_named_and_nobody_is_left(
-    ways, rank, reason, fork, monkeypatch, capfd
-):
+def test_the_failed_rank_is_named_and_nobody_is_left(ways, rank, reason, fork, monkeypatch, capfd):
     monkeypatch.setattr(ranks, "GRACE_S", 0.5 if "waits" in ways else 20.0)
     pool = ranks.Ranks(len(ways), quiet=True, fork=fork)
     processes, began = [one.process for one in pool._ranks], time.monotonic()
@@ -239,9 +231,6 @@ def test_no_rank_outlives_an_interrupt():
         processes = [one.process for one in pool._ranks]
         pool.call(rank_and_sum, 10, on_value=interrupt)
     assert [process.wait(0) for process in processes] == [-9, -9]
-
-
-# Who is a rank, who has lost one, and what a rank has
 
 
 def test_who_is_a_rank_and_who_has_lost_one(monkeypatch):

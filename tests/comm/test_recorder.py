@@ -132,8 +132,6 @@ def test_a_window_cuts_and_counts_from_its_begin_and_overlaps_count_once():
     assert found == [10, 12, 0]
 
 
-# Bytes, beside what they must be
-
 TINY = GPTConfig(2, 2, 32, 16, 200, dropout=0.0)
 NUMEL = sum(p.numel() for p in GPT(TINY).parameters())
 
@@ -189,9 +187,6 @@ def test_ring_bytes_and_a_meter_that_ends():
     with pytest.raises(RuntimeError, match="stop"), WireMeter().of_fastpar():
         raise RuntimeError("stop")
     assert Collectives.observers == ()
-
-
-# Times of a step, and for which step they count
 
 
 def test_a_step_on_a_cpu(monkeypatch):

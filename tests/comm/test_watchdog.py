@@ -265,10 +265,8 @@ watchdog._LINGER_S = 0.1
 watchdog._exit("watchdog: words")
 """
     note = tmp_path / "error.json"
-    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(note)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
+    env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(note)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.returncode == watchdog.HUNG
     assert done.stderr.startswith("\nwatchdog: words\n")
     assert json.loads(note.read_text())["message"]["message"] == "RuntimeError: watchdog: words"

@@ -68,9 +68,6 @@ def whole(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-# Values written inside of gathered()
-
-
 def give_data(model):
     for i, p in enumerate(model.parameters()):
         p.data = torch.full_like(p.data, 0.1 * i)
@@ -163,9 +160,6 @@ def test_what_changes_nothing():
     step(model, optimizer)
     expected = whole(model)
     assert all(on_ranks(run))
-
-
-# Passes and steps inside of gathered()
 
 
 def values(model):
@@ -262,9 +256,6 @@ def test_what_runs_in_gathered_is_as_in_plain_torch(fn):
         assert_same(state, trained)
 
 
-# What is refused where a parameter or a gradient is absent
-
-
 def add_to(model):
     with torch.no_grad():
         model.scale += 1
@@ -329,36 +320,24 @@ USED = (
 )
 READ = {  # of parameters
     PARAMETER: [
-        lambda p: p.data.norm(),
-        lambda p: p.norm(),
-        lambda p: p.detach().clone(),
-        lambda p: p.detach().numpy(),
-        lambda p: p.data.nan_to_num(),
-        lambda p: p.data[torch.tensor([0])],
-        lambda p: p[0].sum(),
-        lambda p: p.view(-1).tolist(),
-        lambda p: [x.item() for x in p],
-        lambda p: p.data.to(torch.float64) * 2,
-        lambda p: torch.cat([torch.zeros(C), p.data]),
-        lambda p: torch.zeros(C).lerp_(p.data, 0.1),
+        lambda p: p.data.norm(), lambda p: p.norm(), lambda p: p.detach().clone(),
+        lambda p: p.detach().numpy(), lambda p: p.data.nan_to_num(),
+        lambda p: p.data[torch.tensor([0])], lambda p: p[0].sum(), lambda p: p.view(-1).tolist(),
+        lambda p: [x.item() for x in p], lambda p: p.data.to(torch.float64) * 2,
+        lambda p: torch.cat([torch.zeros(C), p.data]), lambda p: torch.zeros(C).lerp_(p.data, 0.1),
         lambda p: torch.zeros(C).copy_(p.detach()),
         lambda p: torch._foreach_lerp_([torch.zeros(C)], [p.detach()], 0.1),
-        lambda p: torch.add(1, p.data, out=torch.zeros(C)),
-        lambda p: torch.zeros(C).lerp_(p, 0.1),
-        lambda p: torch._foreach_add_([torch.zeros(C)], [p]),
-        lambda p: torch.stack([p, p]),
+        lambda p: torch.add(1, p.data, out=torch.zeros(C)), lambda p: torch.zeros(C).lerp_(p, 0.1),
+        lambda p: torch._foreach_add_([torch.zeros(C)], [p]), lambda p: torch.stack([p, p]),
     ],
     USED: [
-        torch.enable_grad()(lambda p: p.tolist()),
-        torch.enable_grad()(lambda p: p > 0),
+        torch.enable_grad()(lambda p: p.tolist()), torch.enable_grad()(lambda p: p > 0),
         torch.enable_grad()(lambda p: p.square().sum()),
     ],
-}
+}  # fmt: skip
 
 
 # Gradients changed between backward and step, as loops with plain torch do
-
-
 def by_norm(order, **options):
     def clip(params, scaler):
         return nn.utils.clip_grad_norm_(params, 0.05, norm_type=order, **options)
@@ -409,9 +388,7 @@ class Scaler:
      by_norm(1.0, foreach=True), by_value, by_hand, one_alone)]
     + [(unscaled, False), (unscaled, True)],
 )  # fmt: skip
-def test_gradients_that_are_changed_by_hand_are_those_of_one_process(
-    change, overflows, deterministic
-):
+def test_gradients_changed_by_hand_are_those_of_one_process(change, overflows, deterministic):
     def train(model, rank, ranks):
         optimizer = AdamW(model.parameters(), lr=0.05, eps=1e-3)
         norms = []
@@ -511,13 +488,10 @@ def test_a_read_of_what_is_not_there_is_refused_at_once():
 
 
 READS = (
-    *(torch.Tensor.norm, torch.Tensor.sum, torch.clone),
-    lambda x: torch.stack([x, x]),
-    lambda x: torch.zeros(C).copy_(x),
-    lambda x: torch.ones(C).add_(x),
-    lambda x: torch._foreach_add([x], 1)[0],
-    lambda x: torch.add(x, 1, out=torch.zeros(C)),
-)
+    *(torch.Tensor.norm, torch.Tensor.sum, torch.clone), lambda x: torch.stack([x, x]),
+    lambda x: torch.zeros(C).copy_(x), lambda x: torch.ones(C).add_(x),
+    lambda x: torch._foreach_add([x], 1)[0], lambda x: torch.add(x, 1, out=torch.zeros(C)),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("message", REFUSED, ids=["memory", "gradients", "parameters"])
@@ -638,9 +612,6 @@ def test_parameters_are_ordinary_ones_while_they_are_there():
         return kinds == [nn.Parameter]
 
     assert all(on_ranks(run))
-
-
-# Copies and files
 
 
 def saved(model):

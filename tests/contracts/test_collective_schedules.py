@@ -121,13 +121,11 @@ COPIES = "r1 chead r0 c3 rembed c2 c1 c0 cembed C "
 AHEAD = "gembed ghead g0 g1 f0 g2 f1 g3 f2 f3 g2 rhead b3 r3 g1 b2 r2 g0 b1 r1 b0 r0 rembed C"
 NOT_AHEAD = "gembed ghead g0 f0 g1 f1 g2 f2 g3 f3 rhead b3 r3 g2 b2 r2 g1 b1 r1 g0 b0 r0 rembed C"
 SCHEDULES = [  # with f and b: when blocks compute, too
-    ({"zero_stage": 0}, REDUCE),
-    ({"zero_stage": 1}, SCATTER + "C " + GATHER),
+    ({"zero_stage": 0}, REDUCE), ({"zero_stage": 1}, SCATTER + "C " + GATHER),
     ({"zero_stage": 2}, "f0 f1 f2 f3 rhead b3 r3 b2 r2 b1 r1 b0 r0 rembed C " + GATHER),
     ({"zero_stage": 3}, GATHER + BACKWARD_3 + "C"),
     ({"zero_stage": 2, "n_micro": 2}, SCATTER * 2 + "C " + GATHER),
-    ({"zero_stage": 0, **FULL}, REDUCE),
-    ({"zero_stage": 2, **FULL}, SCATTER + "C " + GATHER),
+    ({"zero_stage": 0, **FULL}, REDUCE), ({"zero_stage": 2, **FULL}, SCATTER + "C " + GATHER),
     ({"zero_stage": 3, "n_micro": 2}, (GATHER + BACKWARD_3) * 2 + "C"),
     ({"zero_stage": 3, **FULL}, GATHER + "g2 g1 g0 " + GATHER + BACKWARD_3 + "C"),
     *(({"zero_stage": stage, **QUIET}, SCATTER + "C " + GATHER) for stage in (1, 2)),
@@ -135,9 +133,8 @@ SCHEDULES = [  # with f and b: when blocks compute, too
     ({"zero_stage": 3, **QUIET}, (GATHER + "g2 g1 g0 ") * 2 + GATHER + BACKWARD_3 + "C"),
     ({"zero_stage": 2, "shard_size": 8}, "rhead r3 r2 " + COPIES + GATHER),
     ({"zero_stage": 3, "shard_size": 8}, GATHER + "g2 rhead r3 g1 r2 g0 " + COPIES),
-    ({"zero_stage": 3, "prefetch": 1}, AHEAD),
-    ({"zero_stage": 3, "prefetch": 0}, NOT_AHEAD),
-]
+    ({"zero_stage": 3, "prefetch": 1}, AHEAD), ({"zero_stage": 3, "prefetch": 0}, NOT_AHEAD),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("settings", "words"), SCHEDULES, ids=str)
@@ -174,9 +171,6 @@ def test_evaluation_gathers_what_a_step_made_stale_and_no_more():
             for _ in range(2):
                 assert run.words(run.evaluate()) == GATHER.split()
             assert run.words(run.train()) == steady == [*(GATHER + BACKWARD_3).split(), "C"]
-
-
-# Bytes
 
 
 def sent(ops):

@@ -102,18 +102,12 @@ FEW = [
     *((2, {"stage": 2, "offload": "optimizer"}), (2, {"stage": 3, "offload": "parameters"})),
 ]
 MORE = [
-    *FEW,
-    (1, {}),
-    (2, {"stage": 2}),
-    (2, {"stage": 3, "accumulate": "full", "grad_accum_steps": 2}),
-    (1, {"deterministic": True}),
-    (2, {"stage": 1}),
-    (3, {"stage": 0, "deterministic": True}),
-    (2, {"stage": 1, "deterministic": True}),
-    (2, {"stage": 2, "deterministic": True}),
-    (3, {"stage": 1}),
-    (4, {"stage": 3, "shard_size": 2}),
-]
+    *FEW, (1, {}), (2, {"stage": 2}),
+    (2, {"stage": 3, "accumulate": "full", "grad_accum_steps": 2}), (1, {"deterministic": True}),
+    (2, {"stage": 1}), (3, {"stage": 0, "deterministic": True}),
+    (2, {"stage": 1, "deterministic": True}), (2, {"stage": 2, "deterministic": True}),
+    (3, {"stage": 1}), (4, {"stage": 3, "shard_size": 2}),
+]  # fmt: skip
 
 
 def check(names, cells=FEW, *, within=WITHIN, build=Net, split=None):
@@ -127,8 +121,6 @@ def check(names, cells=FEW, *, within=WITHIN, build=Net, split=None):
 
 
 # What loops do, each of (loop, step); b10 is the backward of batch step + 10, sum10 of a sum
-
-
 def clear(loop, step=0):
     for optimizer in loop.optimizers:
         optimizer.zero_grad()
@@ -300,9 +292,7 @@ def test_what_was_told_of_gradients_that_a_module_zeroed():
     """Placeholders say that they were zeroed; of p.grad itself nobody is told."""
     names = thrown_away("zero_model")
     check(names, [(2, {"stage": 3})], within=COUNTED_WITHIN)
-    with pytest.raises(
-        RuntimeError, match=r"p\.grad of .* after count_tokens\(\) or contribute\(\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"p\.grad of .* after count_tokens\(\) or contribute"):
         ranks_of(2, play(names))
 
 
@@ -321,9 +311,6 @@ def test_what_was_contributed_to_a_step_that_did_not_come_is_dropped():
 def on_two(body, stage, **options):
     """body(loop) on two ranks."""
     return run_ranks(lambda: body(Loop(2, mesh=Mesh(), stage=stage, **options)), 2, timeout_s=20)
-
-
-# Refused
 
 
 def dropped_count(some, clear):

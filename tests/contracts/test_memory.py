@@ -244,7 +244,6 @@ def assert_a_part(peaks):
 
 
 # Activations of a layer: see [Note: a layer]
-
 B, T, WIDTH, HEADS = 2, 32, 64, 4
 SBH = B * T * WIDTH
 STATISTICS = 2 * 2 * 4 / WIDTH  # mean and rstd of two norms, in units of s*b*h bytes
@@ -302,7 +301,6 @@ def test_what_a_layer_keeps(mode, tp, sp):
 
 
 # What is predicted not to fit runs out of memory: processes with a limit around the prediction
-
 PREDICTED = {
     "many activations": (
         {"n_layer": 4, "width": 256, "tokens": 256, "vocab": 1000, "dropout": 0.1},

@@ -40,9 +40,6 @@ from fastpar.testing import run_ranks
 CASES = {"tied": Case()}
 
 
-# Which parameters, how often, of which kind
-
-
 def frozen():
     model = Net(tied=False)
     for p in (model.wte.weight, model.blocks[1].up.weight, model.blocks[2].norm.bias):
@@ -239,8 +236,6 @@ CASES |= {
 
 
 # What blocks take and return: two tensors and more, in a structure
-
-
 @dataclass
 class Output:
     x: torch.Tensor
@@ -285,8 +280,6 @@ CASES |= {
 
 
 # Activation checkpointing: the bits of the same model without
-
-
 def checkpointed(block, x):
     return checkpoint(block, x, use_reentrant=False)
 
@@ -313,9 +306,6 @@ CHECKPOINTED = {
     "recompute every second": lambda: recompute(Net(), every=2),
 }
 CASES |= {f"checkpoints, {name}": Case(build) for name, build in CHECKPOINTED.items()}
-
-
-# Passes
 
 
 def evaluate(no_grad):
@@ -368,17 +358,13 @@ CASES |= {
     "evaluation before backward": Case(loss=loss_before_evaluation),
     "two forwards": Case(loss=two_forwards),
     "two forwards, checkpoints": Case(CHECKPOINTED["blocks"], two_forwards),
-    "retain_graph, full": Case(
-        backward=twice, options={"accumulate": "full", "grad_accum_steps": 2}
-    ),
+    "retained, full": Case(backward=twice, options={"accumulate": "full", "grad_accum_steps": 2}),
     "retain_graph": Case(backward=twice, options={"deterministic": True}),
     "a rank without a batch": Case(backward=all_but_one),
 }
 
 
 # Units that look at parameters or change outputs at unusual moments
-
-
 def x_of(step):
     return torch.randn(4, 3, C, generator=torch.Generator().manual_seed(step))
 
@@ -548,7 +534,6 @@ CASES |= {
 }
 
 # Weights made of parameters: in a part of a block, in a block itself and outside of all blocks
-
 MAKERS = {
     "weight_norm": nn.utils.weight_norm,
     "spectral_norm": nn.utils.spectral_norm,
@@ -584,8 +569,6 @@ CASES |= {name: unit_case(lambda make=make: made(make)) for name, make in MAKERS
 
 # Hooks see whole parameters: of a unit, of its parts and of modules outside, before stage 3 of the
 # model too
-
-
 def hang(model):
     def note(module, *args):
         norms = [p.detach().norm() for p in module.parameters()]
@@ -617,9 +600,6 @@ for when, stages in itertools.product(("before", "after"), ((0, 1, 2), (3,))):
     after = {} if when == "before" else {"hang": hang}
     name = f"hooks {when} parallelize, {stages}"
     CASES[name] = unit_case(build, loss_and_seen, stages=stages, **after)
-
-
-# Backward through a backward
 
 
 def penalized(model, step):

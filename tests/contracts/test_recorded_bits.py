@@ -26,13 +26,9 @@ from same_run import of_row, run
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "f628cb902e9e8112a0dc0a0dea4ddd250d5b8259"
 LAYOUTS: list[dict[str, Any]] = [
-    {},
-    {"dp": 2},
-    {"dp": 2, "stage": 2},
-    {"dp": 4, "stage": 1},
-    {"dp": 2, "stage": 3},
+    {}, {"dp": 2}, {"dp": 2, "stage": 2}, {"dp": 4, "stage": 1}, {"dp": 2, "stage": 3},
     {"dp": 4, "stage": 3, "shard_size": 2},
-]
+]  # fmt: skip
 CELLS: list[dict[str, Any]] = [
     *({**layout, "precision": p} for layout in LAYOUTS for p in ("fp32", "bf16", "fp16")),
     *(

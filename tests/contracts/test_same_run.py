@@ -49,10 +49,9 @@ HOST = (None, "optimizer", "parameters")
 FAMILIES = {
     # Compared bit for bit.
     "data": {
-        "dp": (1, 2, 3, 4),
-        "stage": STAGES,
-        "shard_size": (None, 2),
+        "dp": (1, 2, 3, 4), "stage": STAGES, "shard_size": (None, 2),
         "accum": ("shard_1", "shard_2", "shard_4", "full_2", "full_4", "no_sync_2", "local_4"),
+<<<<<<< HEAD
         "deterministic": BOTH,
         "model": ("gpt", "foreign", "foreign tied", *Program.BLOCKS),
         "precision": ("fp32", "bf16", "fp16"),
@@ -62,64 +61,36 @@ FAMILIES = {
         "dropout": BOTH,
         "offload": HOST,
         "keep_mb": (0.0, 0.015),  # below the least state of a rank
+=======
+        "deterministic": BOTH, "model": ("gpt", "foreign", "foreign tied", *Program.BLOCKS),
+        "precision": ("fp32", "bf16", "fp16"), "recompute": RECOMPUTE, "clip": BOTH, "frozen": BOTH,
+        "dropout": BOTH, "offload": HOST, "keep_mb": (0.0, 0.02),
+>>>>>>> 5601cc9dac06fba846f4d58de0a33c16652a79e6
         "buckets": ((0.015, 0.003), (1e-6, 1e-6), (0.005, 0.03), (None, 1.0)),
-        "prefetch": (1, 0, 3),
-        "units": (None, "layers", "blocks"),
-        "watched": BOTH,
-        "wire": (None, *Layout.WIRES),
-        "inference": BOTH,
-        "resumed": BOTH,
+        "prefetch": (1, 0, 3), "units": (None, "layers", "blocks"), "watched": BOTH,
+        "wire": (None, *Layout.WIRES), "inference": BOTH, "resumed": BOTH,
     },
     "split": {
-        "tp": (1, 2, 4),
-        "grid": (None, "1x2", "2x1", "2x2", "2x2x2"),
-        "cp": (1, 2, 3),
-        "method": ("heads", "keys"),
-        "pp": (1, 2),
-        "schedule": ("1f1b", "gpipe", "interleaved"),
-        "dp": (1, 2, 4),
-        "stage": STAGES,
-        "shard_size": (None, 2),
-        "sequence": (None, True, False),
-        "accum": ("shard_1", "shard_2", "full_2", "no_sync_2", "local_2"),
-        "deterministic": BOTH,
-        "model": ("gpt", "foreign", "foreign tied", *Program.BLOCKS),
-        "precision": ("fp32", "fp64"),
-        "recompute": RECOMPUTE,
-        "clip": BOTH,
-        "dropout": BOTH,
-        "documents": BOTH,
-        "counted": BOTH,
+        "tp": (1, 2, 4), "grid": (None, "1x2", "2x1", "2x2", "2x2x2"), "cp": (1, 2, 3),
+        "method": ("heads", "keys"), "pp": (1, 2), "schedule": ("1f1b", "gpipe", "interleaved"),
+        "dp": (1, 2, 4), "stage": STAGES, "shard_size": (None, 2), "sequence": (None, True, False),
+        "accum": ("shard_1", "shard_2", "full_2", "no_sync_2", "local_2"), "deterministic": BOTH,
+        "model": ("gpt", "foreign", "foreign tied", *Program.BLOCKS), "precision": ("fp32", "fp64"),
+        "recompute": RECOMPUTE, "clip": BOTH, "dropout": BOTH, "documents": BOTH, "counted": BOTH,
         "loss": ("all", "some", "logits"),
         "n_head": (4, 5),  # a tp that does not divide them pads them
-        "time": (6, 5),
-        "offload": HOST,
-        "wire": (None, "gradients", "weights"),
-        "inference": BOTH,
+        "time": (6, 5), "offload": HOST, "wire": (None, "gradients", "weights"), "inference": BOTH,
         "resumed": BOTH,
     },
     "experts": {
-        "ep": (1, 2, 4),
-        "dp": (1, 2, 4),
-        "stage": STAGES,
-        "shard_size": (None, 2),
-        "tp": (1, 2),
-        "sequence": (None, True, False),
-        "cp": (1, 2),
-        "method": ("heads", "keys"),
-        "pp": (1, 2),
-        "accum": ("shard_1", "shard_2", "full_2"),
-        "deterministic": BOTH,
-        "model": tuple(Program.EXPERTS),
-        "precision": ("fp64",),
-        "time": (8,),
-        "recompute": RECOMPUTE,
-        "clip": BOTH,
-        "counted": (True, False),
-        "optimizer": ("adamw", "muon"),
-        "offload": HOST,
+        "ep": (1, 2, 4), "dp": (1, 2, 4), "stage": STAGES, "shard_size": (None, 2), "tp": (1, 2),
+        "sequence": (None, True, False), "cp": (1, 2), "method": ("heads", "keys"), "pp": (1, 2),
+        "accum": ("shard_1", "shard_2", "full_2"), "deterministic": BOTH,
+        "model": tuple(Program.EXPERTS), "precision": ("fp64",), "time": (8,),
+        "recompute": RECOMPUTE, "clip": BOTH, "counted": (True, False),
+        "optimizer": ("adamw", "muon"), "offload": HOST,
     },
-}
+}  # fmt: skip
 FIRST_SEED = {"experts": 3}  # 12 default rows; of the first seeds the fewest
 PAIRED = {  # axes that default rows have together
     "split": set(itertools.combinations(("dp", "tp", "grid", "cp", "pp"), 2)),
@@ -204,8 +175,6 @@ def test_an_array_has_every_pair_that_is_not_refused():
 
 
 # What families leave alone
-
-
 def told_row(row):
     return "-".join(f"{k}={v}" for k, v in row.items())
 
@@ -299,8 +268,6 @@ def test_processes(n_ranks):
 
 
 # The references, without which cells could agree on nothing
-
-
 def test_the_reference_trains_clips_overflows_and_draws_masks():
     layout, program = Layout(dp=4, accum="shard_2"), Program(precision="fp16")
     truth, clipped, dropped = (
@@ -380,9 +347,6 @@ def test_one_lost_sample_is_far_outside_of_the_bound(monkeypatch, precision, at_
     assert sum(off[key] > limits[key] for key in limits if key[0] == "parameter") > 10
 
 
-# Backward passes that were not announced, meta devices, one rank's overflow
-
-
 def test_backward_passes_that_were_not_announced():
     """step() reduces what waits for number grad_accum_steps; every one from there on is reduced, in
     an order of sums that no layout has: the stages have to agree on it."""
@@ -430,9 +394,6 @@ def overflow(layout, name):
         unchanged.append(all(torch.equal(p, before[n]) for n, p in model.state_dict().items()))
         del factors[0]
     return skipped, unchanged, loop.norms
-
-
-# What padding holds
 
 
 def test_padding_stays_zero():

@@ -57,9 +57,7 @@ def partial_elements(run):
     return sum(shards.piece(p).param.numel() for p in parts)
 
 
-SUM, GATHER, SCATTER = (
-    f"{kind} {4 * N * C}" for kind in ("all_reduce", "all_gather", "reduce_scatter")
-)
+SUM, GATHER, SCATTER = (f"{k} {4 * N * C}" for k in ("all_reduce", "all_gather", "reduce_scatter"))
 ROWS = f"all_gather {12 * N * TP}"  # of the loss: all rows are one chunk
 SPLIT_TOKENS = {
     "embedding": [SCATTER],
@@ -71,13 +69,9 @@ SPLIT_TOKENS = {
     "embedding, backward": [GATHER],
 }
 ALL_TOKENS = {
-    "embedding": [SUM],
-    "layer": [SUM] * 2,
-    "loss": [ROWS],
-    "loss, backward": [SUM],
-    "layer, backward": [SUM] * 2,
-    "embedding, backward": [],
-}
+    "embedding": [SUM], "layer": [SUM] * 2, "loss": [ROWS], "loss, backward": [SUM],
+    "layer, backward": [SUM] * 2, "embedding, backward": [],
+}  # fmt: skip
 sequence = pytest.mark.parametrize("sp", [True, False], ids=["sp", "plain"])
 
 
@@ -175,9 +169,6 @@ def test_bytes_of_real_ranks_are_those_of_the_schedule(grid, monkeypatch):
     monkeypatch.setattr(Collectives, "observers", (*Collectives.observers, note))
     run_ranks(rank, 4)
     assert sum(sent) == 4 * wire
-
-
-# Ranks that share sequences
 
 
 def of_sequences(cp, method, heads, time):

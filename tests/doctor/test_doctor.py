@@ -258,9 +258,6 @@ def test_a_compiled_run_proves_again_what_has_no_time_under_torch_compile(quick,
     assert asked == [("bias_gelu", False), ("global_norm", False), ("bias_gelu", True)]
 
 
-# Trials that end otherwise
-
-
 def test_an_unwritable_folder_is_reported_once_and_the_proofs_count(quick, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FASTPAR_PROOFS", str(tmp_path / "file" / "below"))
@@ -327,9 +324,6 @@ def test_an_interrupted_trial_leaves_nothing_behind(monkeypatch):
             doctor.Prover().proof_of(GELU)
     monkeypatch.setattr(doctor, "prove", lambda *args: Proof(OWN))
     assert doctor.Prover().proof_of(GELU) == Proof(OWN)
-
-
-# What the ops ask
 
 
 @pytest.fixture
@@ -426,8 +420,6 @@ def test_the_cases_of_a_model_are_its_blocks(name, sizes):
     found = doctor.cases_of_model("cpu", torch.float32, GPTConfig.preset(name))
     assert sizes.items() <= {case.op: case.size for case in found}.items()
 
-
-# Patched models
 
 SIZES = {name: value for name, value in ARGS.items() if name != "dropout"}
 
@@ -548,31 +540,7 @@ def test_deterministic_runs_go_by_right_and_wrong_not_by_times(monkeypatch, real
 CONFIG = GPTConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16, dropout=0.2)
 
 
-def trained_by_the_trainer(deterministic):
-    Runs()("out", **{**FEW, "max_steps": 3, "deterministic": deterministic})
-    return [row["loss"] for row in steps("out")], bits("out", 3)
-
-
-def trained_in_a_loop(deterministic):
-    torch.manual_seed(0)
-    model = fastpar.parallelize(
-        fastpar.GPT(CONFIG), fastpar.Mesh(device="cpu"), deterministic=deterministic
-    )
-    doctor.adopt_known(doctor.cases_of_model("cpu", torch.float32, CONFIG))
-    optimizer = fastpar.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
-    ids = torch.arange(34).view(2, 17)
-    losses = []
-    for _ in range(3):
-        loss = model(ids[:, :-1], ids[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, [p.tolist() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("train", [trained_by_the_trainer, trained_in_a_loop])
-def test_a_deterministic_run_is_the_same_whatever_a_timing_chose(monkeypatch, tmp_path, train):
+def test_a_deterministic_run_is_the_same_whatever_a_timing_chose(monkeypatch, tmp_path):
     make_text(tmp_path)
     faster = {OWN: ((1.0, 1.0), (2.0, 2.0)), STOCK: ((2.0, 2.0), (1.0, 1.0))}
     by = {OWN: (OWN, OWN), STOCK: ("cpu", "cpu")}
@@ -592,7 +560,8 @@ def test_a_deterministic_run_is_the_same_whatever_a_timing_chose(monkeypatch, tm
         folder.mkdir()
         (folder / "text.txt").symlink_to(tmp_path / "text.txt")
         with in_folder(folder):
-            found = train(deterministic)
+            Runs()("out", **{**FEW, "max_steps": 3, "deterministic": deterministic})
+            found = [row["loss"] for row in steps("out")], bits("out", 3)
         assert choice.proofs == table
         return found
 
@@ -612,8 +581,6 @@ def test_compiled_code_goes_by_the_proofs(quick, monkeypatch):
 
 
 # A trial at first use neither sees nor changes what the call happens in
-
-
 class First(torch.autograd.Function):
     """An op in whose forward the proof is made, as when a real one is called."""
 
@@ -676,8 +643,6 @@ def test_an_oracle_without_a_deterministic_form_is_no_error_of_the_kernel(quick,
 
 
 # Several ranks: one proves, all go by the same
-
-
 def together(rank, names):
     """What ranks find that run at the same time."""
     with ThreadPoolExecutor(len(names)) as pool:
@@ -739,9 +704,6 @@ def test_one_rank_of_a_host_compiles_and_the_others_wait(monkeypatch, capsys):
 
     assert together(rank, range(3)) == [[(90, 132)]] * 3
     assert capsys.readouterr().err.count("could not compile before the trial: _activation_fwd") == 1
-
-
-# The file: damage, other versions, strangers, several hosts
 
 
 def test_a_shipped_table_serves_every_build_of_the_same_kernels(monkeypatch, tmp_path):

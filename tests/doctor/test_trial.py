@@ -23,9 +23,6 @@ TIMES = {  # forward, backward
 }  # fmt: skip
 
 
-# The timer
-
-
 class ScriptedClock:
     """Returns what the call returns, and keeps the order of calls."""
 
@@ -100,9 +97,6 @@ def test_cuda_sample_hides_the_host(monkeypatch):
     assert clock.host_us(call, runs=3) == pytest.approx(8000)  # the enqueueing alone
 
 
-# Attention
-
-
 @pytest.mark.parametrize(
     ("cpu_ms", "serves"),
     [
@@ -112,9 +106,7 @@ def test_cuda_sample_hides_the_host(monkeypatch):
         ((1.97, 1.97), ("own", "own")),  # as good as equal
     ],
 )
-def test_attention_s_forward_and_backward_are_by_whoever_is_faster(
-    monkeypatch, no_proofs, cpu_ms, serves
-):
+def test_attentions_passes_are_by_whoever_is_faster(monkeypatch, no_proofs, cpu_ms, serves):
     monkeypatch.setattr(trial, "_times", lambda *_: (TIMES | {"cpu": cpu_ms}, {}))
     monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
     proof = doctor.adopt([PLAIN])[PLAIN]
@@ -123,9 +115,8 @@ def test_attention_s_forward_and_backward_are_by_whoever_is_faster(
     assert ProofTable("cpu").proofs == {PLAIN: proof}
     assert [choice.server("attention", torch.ones(2, 32), i) for i in (0, 1)] == list(serves)
     monkeypatch.setattr(doctor, "_prover", doctor.Prover())
-    assert f"{PLAIN}: forward by {serves[0]}" in "\n".join(report.known_choices()) or (
-        serves == ("own", "own")
-    )
+    said = f"{PLAIN}: forward by {serves[0]}" in "\n".join(report.known_choices())
+    assert said or serves == ("own", "own")
 
 
 OWN_IS_SLOW = TIMES | {"own": (9.0, 9.0), "cpu": (9.0, 9.0)}
@@ -140,39 +131,36 @@ SEEN = {  # timings one after another, what is chosen
 }  # fmt: skip
 
 
+def proof_by(monkeypatch, *timings, wrong=lambda *_: ""):
+    """The proof of a trial that has these timings, one after another."""
+    given = iter(timings)
+    monkeypatch.setattr(trial, "_times", lambda *_: (next(given), {}))
+    monkeypatch.setattr(trial, "what_is_wrong", wrong)
+    proof = trial.prove(PLAIN)
+    assert next(given, None) is None
+    return proof
+
+
 @pytest.mark.parametrize("case", SEEN)
 def test_one_timing_of_a_busy_machine_decides_nothing(monkeypatch, case):
     timings, (chosen, *serves) = SEEN[case]
-    given = iter(timings)
-    monkeypatch.setattr(trial, "_times", lambda *_: (next(given), {}))
-    monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
-    proof = trial.prove(PLAIN)
+    proof = proof_by(monkeypatch, *timings)
     assert (proof.chosen, *proof.serves) == (chosen, *serves)
-    assert next(given, None) is None
 
 
 def test_one_timing_of_torch_compile_decides_nothing(monkeypatch):
-    timings = [TIMES | {"cpu": (4.0, 4.0), "compiled": ms} for ms in ((1.0, 1.0), (3.0, 3.0))]
-    given = iter(timings)
-    monkeypatch.setattr(trial, "_times", lambda *_: (next(given), {}))
-    monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
-    assert not trial.is_faster_compiled(trial.prove(PLAIN))
-    given = iter([timings[0]] * 2)
-    assert trial.is_faster_compiled(trial.prove(PLAIN))
+    fast, slow = (TIMES | {"cpu": (4.0, 4.0), "compiled": (ms, ms)} for ms in (1.0, 3.0))
+    assert not trial.is_faster_compiled(proof_by(monkeypatch, fast, slow))
+    assert trial.is_faster_compiled(proof_by(monkeypatch, fast, fast))
 
 
-def test_an_implementation_that_is_wrong_serves_nothing(monkeypatch):
+@pytest.mark.parametrize("broken", ["cpu", "cpu/own"])
+def test_an_implementation_that_is_wrong_serves_nothing(monkeypatch, broken):
     """Alone, or as a forward for the own backward."""
-    monkeypatch.setattr(trial, "_times", lambda *_: (TIMES, {}))
-    for broken, serves in (("cpu", ("own", "own")), ("cpu/own", ("own", "own"))):
-        monkeypatch.setattr(
-            trial,
-            "what_is_wrong",
-            lambda case, found, what=OWN, broken=broken: "dq" if what == broken else "",
-        )
-        proof = trial.prove(PLAIN)
-        assert proof.serves == serves
-        assert [peer.wrong for peer in proof.peers] == ["dq" if broken == "cpu" else ""]
+    wrong = lambda case, found, what=OWN: "dq" * (what == broken)  # noqa: E731
+    proof = proof_by(monkeypatch, TIMES, wrong=wrong)
+    assert proof.serves == ("own", "own")
+    assert [peer.wrong for peer in proof.peers] == ["dq" * (broken == "cpu")]
 
 
 def proof_with(monkeypatch, rows=64, **changes):
@@ -220,13 +208,10 @@ def test_pytorch_alone_is_named_where_it_is_right_and_faster(monkeypatch, ms, ch
     assert ("1.500, and are as right, with the same bits twice" in said) == right
 
 
-def test_a_peer_is_timed_in_both_directions(monkeypatch):
+def test_a_peer_is_timed_in_both_directions_unless_it_cannot_serve_the_call(monkeypatch):
+    """The own kernel would run under its name."""
     (peer,) = proof_with(monkeypatch).peers
     assert (peer.name, peer.wrong, min(peer.ms) > 0) == ("cpu", "", True)
-
-
-def test_one_that_cannot_serve_the_timed_call_is_not_tried(monkeypatch):
-    """The own kernel would run under its name."""
     monkeypatch.setattr(attention_peers, "refusal", lambda *a, **k: "needs a GPU of sm_90")
     assert proof_with(monkeypatch).peers == ()
 
@@ -267,9 +252,8 @@ def test_one_that_may_hang_is_tried_in_a_process_of_its_own(monkeypatch, tmp_pat
 def test_a_process_that_does_not_start_says_nothing_about_what_it_would_have_tried(monkeypatch):
     code = "import sys; sys.exit('no module')"
     monkeypatch.setattr(trial, "call_command", lambda function: [sys.executable, "-c", code])
-    with pytest.warns(
-        UserWarning, match="cpu was not tried because .* did not start: status 1 no module"
-    ):
+    words = "cpu was not tried because .* did not start: status 1 no module"
+    with pytest.warns(UserWarning, match=words):
         assert trial.wrong_in_subprocess(PLAIN, 64, "cpu") is None
 
 

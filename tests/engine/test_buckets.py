@@ -49,8 +49,6 @@ def test_no_gradient_waits_longer_than_its_backward(stage, dropped):
 
 # Backward ends with the embedding, so the gradient of a table that is tied to the head is complete
 # when nothing is left to compute. No block may wait for that, only what is outside of the blocks.
-
-
 def order_of_sends(stage):
     """Bytes of each reduction, and between them where the embedding's backward begins."""
     config = GPTConfig(n_layer=3, n_head=2, n_embd=16, block_size=8, vocab_size=2000, dropout=0.0)

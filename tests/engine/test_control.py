@@ -19,8 +19,6 @@ from fastpar.engine.engine import engine_of
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins, norm_from_bins
 from fastpar.testing import run_ranks
 
-# Numbers and errors of every rank, on every rank
-
 
 def test_every_rank_learns_of_all():
     def rank():
@@ -41,8 +39,6 @@ def test_every_rank_learns_of_all():
     assert [gather_errors(None, said) for said in (None, "x")] == [{}, {0: "x"}]
     assert broadcast_text(None, "mine") == "mine"
 
-
-# The exchange of a step
 
 CPU = torch.device("cpu")
 

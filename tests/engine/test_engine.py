@@ -74,9 +74,6 @@ def test_an_engine_refuses_to_step_with_gradients_that_are_not_reduced():
         loss_of(model, 0).backward()
 
 
-# Reports and checks
-
-
 def test_grads_are_listed_in_registration_order():
     model, engine = parallel()
     with engine.gathered():  # where a forward uses the parameters themselves
@@ -161,9 +158,6 @@ def test_two_ranks_share_a_gpu_through_gloo():
     """NCCL refuses two ranks on one GPU; gloo runs the engine's CUDA path there."""
     first, second = run_ranks(gloo_ranks_on_one_gpu, 2, backend="gloo")
     assert_same(first, second)
-
-
-# Gradients that are a sum over tp
 
 
 class Scaled(nn.Module):
@@ -264,9 +258,6 @@ def test_clipping_by_hand_is_refused_with_tp(optimizer_of, tp):
         run_ranks(rank, 2, clip, limit)
 
 
-# How models begin and end
-
-
 class Normed(nn.BatchNorm1d):
     """Buffers are rank 0's, but for one that is another one on each rank of tp."""
 
@@ -295,8 +286,6 @@ def test_all_ranks_begin_with_the_buffers_of_the_first(tp, stage):
 
 
 # A model whose ranks have parts of it saves and loads whole tensors
-
-
 SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 30}
 
 
@@ -412,9 +401,6 @@ def test_a_model_with_experts_on_ranks_of_ep(stage):
                 engine.check_replicas(optimizer)
 
     run_ranks(rank, 4)
-
-
-# Reports
 
 
 def test_a_lone_rank_is_at_stage_0():

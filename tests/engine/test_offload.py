@@ -99,8 +99,6 @@ def test_an_error_of_the_host_reaches_the_next_forward(monkeypatch):
 
 
 # The run without it; tests/contracts/test_loops.py has more loops
-
-
 def changes_rates(model):
     """Numbers of a step are those of its step(), also where they are tensors; the average of the
     weights is theirs after each step."""
@@ -221,8 +219,6 @@ def test_a_checkpoint_comes_from_the_host(tmp_path, monkeypatch, mode, stage):
 
 
 # Refusals and memory; those of settings are in test_refusals.py
-
-
 def test_a_host_that_is_too_small_says_what_would_fit(monkeypatch):
     """Of fp32 weights: these and their gradients cross the bus, and two moments stay."""
 
@@ -299,8 +295,6 @@ def test_a_process_may_end_while_the_host_steps():
 
 
 # With the streams of a GPU
-
-
 @pytest.fixture
 def streams(monkeypatch):
     fake_streams.install(monkeypatch)

@@ -48,9 +48,6 @@ def test_a_gpu_has_the_sums_of_the_cpu():
     assert checksum(x.cuda()).item() == checksum(x).item()
 
 
-# A flipped bit on one rank
-
-
 def net():
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(37, 11), nn.Linear(11, 3), nn.Linear(3, 50))
@@ -187,9 +184,6 @@ def test_a_step_checks_if_it_is_asked_to():
         run_ranks(of_rank, 4)
 
 
-# Inputs of a tp group
-
-
 class Takes(torch.nn.Module):
     """A model of any arguments."""
 
@@ -298,9 +292,6 @@ def compiled():
 def test_inputs_of_compiled_models_are_compared():
     for said in run_ranks(compiled, 2, backend="gloo", timeout_s=120.0):
         assert "'idx' on tp rank 1" in said
-
-
-# Late collectives
 
 
 make_shm = functools.partial(ShmCollectives, timeout_s=20.0, heap_gb=0.01)

@@ -24,16 +24,12 @@ from fastpar.testing import run_ranks
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 SECOND = {"node_size": 2, "secondary_shards": True}
 LAYOUTS = {  # rows of test_same_run.py
-    "one": {},
-    "dp": {"dp": 2},
-    "more of dp": {"dp": 4},
-    "tp": {"dp": 2, "tp": 2},
+    "one": {}, "dp": {"dp": 2}, "more of dp": {"dp": 4}, "tp": {"dp": 2, "tp": 2},
     "pp": {"dp": 2, "pp": 2, "schedule": "interleaved", "accum": "shard_2"},
     "cp by keys": {"cp": 2, "method": "keys"},
     "ep": {"dp": 4, "ep": 2, "model": "balance", "time": 8},
-    "accumulation, whole": {"dp": 2, "accum": "full_2"},
-    "copies": {"dp": 4, "shard_size": 2},
-}
+    "accumulation, whole": {"dp": 2, "accum": "full_2"}, "copies": {"dp": 4, "shard_size": 2},
+}  # fmt: skip
 WIRES = {
     "bf16": {"wire_gradients": "bf16"},
     "int8": {"wire_gradients": "int8"},
@@ -174,9 +170,6 @@ def test_processes_have_the_bits_of_threads():
 
 def test_one_rank_sends_nothing():
     assert same(*(runs("one", 1, wire)[0][0] for wire in (WIRES["int8 both"], {})))
-
-
-# Nodes
 
 
 def averaged(options):

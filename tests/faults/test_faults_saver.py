@@ -128,7 +128,6 @@ def test_three_kills_inside_and_outside_of_saves(here, start):
 
 
 # A limit, folders that are not flushed: a save fails visibly, and nothing older is lost
-
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=8, vocab_size=1031)  # 2 MB in all
 
 

@@ -29,8 +29,6 @@ ROOT = Path(__file__).parents[2]
 ENDLESS = ("--max-steps=100000", "--save-every=20", "--out=r", "--timeout=30s", "--auto-resume")
 SHORT = ("--max-steps=20", "--save-every=10", "--out=r", "--timeout=30s")
 
-# Ranks of a scheduler
-
 SLURM = {
     "SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "5", "SLURM_STEP_NUM_TASKS": "5",
     "SLURM_PROCID": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
@@ -70,9 +68,7 @@ def test_ranks_of_a_scheduler(environment, rank, size, local, here, address):
     assert others["MASTER_PORT"] == found["MASTER_PORT"]  # the same on all ranks
 
 
-def test_other_environments_stay_and_several_machines_need_the_address_of_the_first(
-    monkeypatch, capsys
-):
+def test_other_environments_stay_and_several_machines_need_the_firsts_address(monkeypatch, capsys):
     for environment in (
         {},
         {name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID")},  # salloc
@@ -124,7 +120,7 @@ def test_a_host_whose_name_is_a_loopback_address(monkeypatch, own, routed, there
 
 
 @pytest.mark.parametrize(
-    ("master", "interface", "expected"),
+    ("master", "interface", "at"),
     [
         ("10.0.0.1", "eth0", "10.0.0.1"),
         ("127.0.1.1", "ib0", "10.9.0.1"),  # Debian: the host's own name
@@ -132,13 +128,11 @@ def test_a_host_whose_name_is_a_loopback_address(monkeypatch, own, routed, there
         ("127.0.1.1", None, "10.0.0.7"),  # what peers know of it by its name
     ],
 )
-def test_where_the_store_is_if_ranks_are_on_several_machines(
-    monkeypatch, master, interface, expected
-):
+def test_where_the_store_is_if_ranks_are_on_several_machines(monkeypatch, master, interface, at):
     there = {"10.0.0.1": "eth0", "10.9.0.1": "ib0"}
     monkeypatch.setattr(comm, "_addresses", lambda: there)
     monkeypatch.setattr(comm, "_resolve", lambda host: [master if host == "m" else "10.0.0.7"])
-    assert host_of_store("m", interface) == ("m" if master == expected else expected)
+    assert host_of_store("m", interface) == ("m" if master == at else at)
 
 
 def test_a_socket_listens_on_one_address(monkeypatch):
@@ -163,20 +157,17 @@ def test_no_flag_is_taken_for_one_of_torchruns():
             assert get_args_parser().parse_args(given).training_script_args == given[2:], flag
 
 
-# Machines
-
-
 class Nodes:
-    """n machines that reach each other: namespaces with their own network, name and mounts.
+    """Two machines that reach each other: namespaces with their own network, name and mounts.
     Processes that still run at the end are killed.
 
     hosts: of each node, lines of its /etc/hosts.
     """
 
-    def __init__(self, n, folder, hosts=()):
-        self.link, self.folder, self.started = Link(1000, n), Path(folder), []
-        for i in range(n):
-            theirs = hosts[i] if hosts else [f"{a} node{j}" for j, a in enumerate(ADDRESSES[:n])]
+    def __init__(self, folder, hosts=()):
+        self.link, self.folder, self.started = Link(1000), Path(folder), []
+        for i in range(2):
+            theirs = hosts[i] if hosts else [f"{a} node{j}" for j, a in enumerate(ADDRESSES)]
             lines = ["127.0.0.1 localhost", *theirs]
             Path(folder, f"hosts{i}").write_text("\n".join(lines) + "\n")
 
@@ -227,7 +218,7 @@ def two(tmp_path, monkeypatch):
 
     def make(hosts=()):
         try:
-            made.append(Nodes(2, tmp_path, hosts))
+            made.append(Nodes(tmp_path, hosts))
         except NoLinkError as error:
             pytest.skip(str(error))
         return made[-1]

@@ -227,13 +227,10 @@ def test_what_is_not_an_object(tmp_path):
     with pytest.raises(ValueError, match=r"^not a regular file$"):
         plain_files.read_object(tmp_path)
     for content, problem in (
-        (b"", "not JSON: Expecting value"),
-        (b'{"a": 1', "not JSON: Expecting ',' delimiter"),
-        (b"\xff\xfe{\x00}\x00", "not UTF-8 at byte 0"),
-        (b"[1]", "not a JSON object but list"),
-        (b"1", "not a JSON object but int"),
-        (b"[" * 100000, "nested too deeply"),
-    ):
+        (b"", "not JSON: Expecting value"), (b'{"a": 1', "not JSON: Expecting ',' delimiter"),
+        (b"\xff\xfe{\x00}\x00", "not UTF-8 at byte 0"), (b"[1]", "not a JSON object but list"),
+        (b"1", "not a JSON object but int"), (b"[" * 100000, "nested too deeply"),
+    ):  # fmt: skip
         path.write_bytes(content)
         for parse in (
             lambda content=content: plain_files.parse_object(content),

@@ -196,11 +196,8 @@ def test_the_cache_of_the_first_step_is_theirs():
     theirs, ours, report = evaluated()
     got, want = (m(ids_for(), use_cache=True).past_key_values for m in (ours, theirs))
     assert got.get_seq_length() == want.get_seq_length() == 23
-    for layer in range(2):
-        for name in ("keys", "values"):
-            torch.testing.assert_close(
-                getattr(got.layers[layer], name), getattr(want.layers[layer], name)
-            )
+    for a, b in zip(got.layers[:2], want.layers[:2], strict=True):
+        torch.testing.assert_close((a.keys, a.values), (b.keys, b.values))
     cache_utils = pytest.importorskip("transformers.cache_utils")
     for name in ("past_key_value", "past_key_values", "cache"):
         cache = cache_utils.DynamicCache()
@@ -221,9 +218,6 @@ def test_eager_attention_called_alone():
     report.fallbacks.clear()
     assert_same_logits(ours, theirs, use_cache=False)
     assert not report.fallbacks
-
-
-# Parts that are not as they were
 
 
 @both
@@ -281,8 +275,6 @@ def test_adapters_and_parametrized_weights_are_used(name):
 
 
 # Known by its library's own code: whatever of transformers or torch was replaced is left
-
-
 def doubled(function):
     @functools.wraps(function)
     def run(*args, **kwargs):

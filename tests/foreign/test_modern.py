@@ -5,16 +5,12 @@ import warnings
 
 import pytest
 import torch
+<<<<<<< HEAD
 from roundings import differences
+=======
+import transformers
+>>>>>>> 5601cc9dac06fba846f4d58de0a33c16652a79e6
 from torch import nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    NanoChatConfig,
-    NanoChatForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 import fastpar
 from fastpar.engine.engine import engine_of
@@ -27,14 +23,14 @@ SIZES = {
 }  # fmt: skip
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}
 MODELS = {
-    "llama": lambda **more: LlamaForCausalLM(
-        LlamaConfig(**{**SIZES, "num_key_value_heads": 2, **more})
+    "llama": lambda **more: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2, **more})
     ),
-    "qwen3": lambda **more: Qwen3ForCausalLM(
-        Qwen3Config(**{**SIZES, **HEADS, "head_dim": 16, **more})
+    "qwen3": lambda **more: transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**{**SIZES, **HEADS, "head_dim": 16, **more})
     ),
-    "nanochat": lambda **more: NanoChatForCausalLM(
-        NanoChatConfig(**{**SIZES, "num_key_value_heads": 4, **more})
+    "nanochat": lambda **more: transformers.NanoChatForCausalLM(
+        transformers.NanoChatConfig(**{**SIZES, "num_key_value_heads": 4, **more})
     ),
 }
 # Norms, attention and MLPs of two layers, the embedding, the head's loss.

@@ -245,9 +245,6 @@ def test_matches_through_triton(triton_device):
     assert_matches_oracle(functional(ours, idx), functional(theirs, idx), inputs)
 
 
-# Under ZeRO the fused ops run at every stage
-
-
 SHARDED = ("transformers", "transformers, fused loss", "nanoGPT")
 
 

@@ -153,33 +153,25 @@ def of_cp(mesh, method, stage, name="short"):
 
 HEADS_AND_KEYS = ("heads", "keys")
 CELLS = [
-    *of_tp("nanoGPT", 1, 4, 0),
-    *of_tp("transformers patched", 2, 2, 3),
-    *of_tp("transformers 5", 1, 2, 0),
-    of_cp({"cp": 2}, "heads", 3),
-    of_cp({"cp": 2}, "keys", 0),
-    of_cp({"cp": 2, "tp": 2}, "keys", 2),
-    of_tp("transformers checkpointed", 1, 2, 0)[0],
+    *of_tp("nanoGPT", 1, 4, 0), *of_tp("transformers patched", 2, 2, 3),
+    *of_tp("transformers 5", 1, 2, 0), of_cp({"cp": 2}, "heads", 3), of_cp({"cp": 2}, "keys", 0),
+    of_cp({"cp": 2, "tp": 2}, "keys", 2), of_tp("transformers checkpointed", 1, 2, 0)[0],
     of_tp("nanoGPT checkpointed", 1, 2, 0)[1],
     *(of_cp({"cp": 2}, method, 0, "short checkpointed") for method in HEADS_AND_KEYS),
-]
+]  # fmt: skip
 SLOW = [
-    *of_tp("transformers patched 5", 2, 2, 3),
-    *of_tp("transformers 5", 1, 4, 1),
+    *of_tp("transformers patched 5", 2, 2, 3), *of_tp("transformers 5", 1, 4, 1),
     *of_tp("nanoGPT 5", 2, 4, 2),
     *(cell for name in [*MODELS][:5] if name != "nanoGPT" for cell in of_tp(name, 1, 4, 0)),
     *(cell for stage in range(4) for cell in of_tp("transformers", 2, 2, stage)),
     *(cell for stage in range(4) for cell in of_tp("nanoGPT", 2, 2, stage)),
-    of_tp("transformers checkpointed", 1, 2, 0)[1],
-    of_tp("nanoGPT checkpointed", 1, 2, 0)[0],
+    of_tp("transformers checkpointed", 1, 2, 0)[1], of_tp("nanoGPT checkpointed", 1, 2, 0)[0],
     of_cp({"cp": 2}, "keys", 0, "short eager"),
     *(of_cp({"cp": cp}, method, 0) for cp in (3, 4) for method in HEADS_AND_KEYS),
     *(of_cp({"cp": 2}, method, stage) for method in HEADS_AND_KEYS for stage in (1, 2)),
-    of_cp({"dp": 2, "cp": 2}, "heads", 1),
-    of_cp({"dp": 2, "cp": 2}, "keys", 3),
-    of_cp({"cp": 2, "tp": 2}, "heads", 0),
-    of_cp({"cp": 5}, "keys", 0),
-]
+    of_cp({"dp": 2, "cp": 2}, "heads", 1), of_cp({"dp": 2, "cp": 2}, "keys", 3),
+    of_cp({"cp": 2, "tp": 2}, "heads", 0), of_cp({"cp": 5}, "keys", 0),
+]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("error:fastpar.patch")  # no call falls back
@@ -197,8 +189,6 @@ def test_a_ready_plan_equals_one_process(name, mesh, options):
 
 
 # Dropout draws from torch's default generator, which threads share: processes.
-
-
 TOKENS_OR_NOT = ("tp", "sequence_parallel", (False, True))
 DROPPED = [
     (lambda: hf(embd_pdrop=0.25, resid_pdrop=0.25), *TOKENS_OR_NOT),
@@ -240,9 +230,6 @@ def test_ranks_that_would_draw_other_masks_are_refused(monkeypatch):
         message = rf"2 ranks of {axis} to have the same torch generator .*; call torch\.manual_seed"
         with pytest.raises(ValueError, match=message):
             run_ranks(run, 2, axis, 1)
-
-
-# What people do with a transformers model
 
 
 @sweep("name", ["transformers", "transformers patched"])
@@ -290,8 +277,6 @@ def test_a_fused_loss_never_joins_logits(tp, tokens):
 
 
 # The library's own loss, of sequences that are cut. It computes in fp32; here in fp64.
-
-
 def in_fp64(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100,
             shift_labels=None, **_):  # fmt: skip
     if shift_labels is None:
@@ -342,9 +327,6 @@ def test_the_loss_of_labels(method, more):
             torch.testing.assert_close(got, want, rtol=0.0, atol=1e-12, equal_nan=True)
 
 
-# A model of a user's
-
-
 class Scaled(nn.Module):
     tp_states: ClassVar = {"scale": Replicate()}
 
@@ -383,12 +365,9 @@ class Mine(nn.Module):
 
 
 PLAN = {
-    "words": "vocab",
-    "layers.*.up": Column(),
-    "layers.*.down": "row",
-    "layers.*.gain": Shard(0),
+    "words": "vocab", "layers.*.up": Column(), "layers.*.down": "row", "layers.*.gain": Shard(0),
     "head": Head(),
-}
+}  # fmt: skip
 TOKENS = {**PLAN, "drop": Enter(), "norm": Leave()}
 
 
@@ -459,8 +438,6 @@ def test_a_compiled_model():
 
 
 # Plans and models that do not fit are refused, and left as they were
-
-
 def without(plan, name):
     return {pattern: style for pattern, style in plan.items() if pattern != name}
 

@@ -183,9 +183,6 @@ def test_fields_that_contradict_each_other_are_one_line(fields, message):
     assert "\n" not in str(caught.value)
 
 
-# Random blocks beside a plain module
-
-
 class Plain(nn.Module):
     """The model of a GPTConfig in the words of torch, from the weights of a GPT."""
 

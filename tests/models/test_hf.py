@@ -21,14 +21,6 @@ from fastpar.engine.engine import engine_of
 from fastpar.engine.parallelize import parallelize
 from fastpar.files.tensor_file import TensorFile
 from fastpar.models.gpt import GPT
-from fastpar.models.hf import (
-    cut_into_files,
-    is_conv1d,
-    list_weights,
-    load_hf,
-    load_hf_tensors,
-    save_hf,
-)
 from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
@@ -59,7 +51,7 @@ def pair(request, transformers, tmp_path_factory):
             p.add_(torch.randn(p.shape, generator=generator), alpha=0.05)
     folder = tmp_path_factory.mktemp(request.param)
     theirs.save_pretrained(folder)
-    return theirs, folder, load_hf(folder).eval()
+    return theirs, folder, hf.load_hf(folder).eval()
 
 
 def random_ids(config, T, B=2):
@@ -108,7 +100,9 @@ def test_loss_and_every_gradient_equal_transformers(pair):
     for name, p in ours.named_parameters():
         grad = p.grad[:V] if name == "wte.weight" else p.grad
         name = f"transformer.{name}"
-        expected, eager_grad = (g[name].T if is_conv1d(name) else g[name] for g in (exact, eager))
+        expected, eager_grad = (
+            g[name].T if hf.is_conv1d(name) else g[name] for g in (exact, eager)
+        )
         error, of_eager = ((x - expected).abs().max() for x in (grad, eager_grad))
         units = 4 * torch.finfo(torch.float32).eps * expected.abs().max()
         assert error <= 2 * of_eager + units, (name, error, of_eager, units)
@@ -122,9 +116,9 @@ def test_import_and_export_give_the_same_bytes(pair, transformers, tmp_path, dty
     """transformers reads what is written."""
     theirs = copy.deepcopy(pair[0]).to(dtype)
     theirs.save_pretrained(tmp_path / "in", max_shard_size=shard)
-    ours = load_hf(tmp_path / "in")
+    ours = hf.load_hf(tmp_path / "in")
     assert {p.dtype for p in ours.parameters()} == {dtype}
-    save_hf(ours, tmp_path / "out", max_shard_bytes=shard, eos_token_id=7)
+    hf.save_hf(ours, tmp_path / "out", max_shard_bytes=shard, eos_token_id=7)
     given, written = {}, {}
     for folder, tensors in (("in", given), ("out", written)):
         files = list((tmp_path / folder).glob("*.safetensors"))
@@ -149,7 +143,7 @@ def model():
 
 @pytest.fixture
 def folder(model, tmp_path):
-    save_hf(model, tmp_path / "model")
+    hf.save_hf(model, tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -176,21 +170,21 @@ def assert_same_weights(model, other):
 
 def test_round_trip_without_transformers(model, folder):
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
-    assert_same_weights(load_hf(folder), model)
+    assert_same_weights(hf.load_hf(folder), model)
     edit_config(folder, attn_pdrop=0.3)
-    assert load_hf(folder, dropout=0.25).config.dropout == 0.25
+    assert hf.load_hf(folder, dropout=0.25).config.dropout == 0.25
     # Links, as in the caches of model hubs.
     edit_config(folder, attn_pdrop=0.0)
     for name in (hf.WEIGHTS_FILE, "config.json"):
         (folder / name).rename(folder / f"{name}.blob")
         (folder / name).symlink_to(f"{name}.blob")
-    assert_same_weights(load_hf(folder), model)
+    assert_same_weights(hf.load_hf(folder), model)
 
 
 @pytest.mark.parametrize("max_shard_bytes", [1, 30_000])
 def test_shards_hold_at_most_what_was_asked(model, tmp_path, max_shard_bytes):
-    save_hf(model, tmp_path, max_shard_bytes=max_shard_bytes)
-    files, weights, sizes = sorted(tmp_path.glob("*.safetensors")), list_weights(model), []
+    hf.save_hf(model, tmp_path, max_shard_bytes=max_shard_bytes)
+    files, weights, sizes = sorted(tmp_path.glob("*.safetensors")), hf.list_weights(model), []
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     index = json.loads((tmp_path / hf.INDEX_FILE).read_text())
     assert index["metadata"]["total_size"] == sum(w.nbytes for w in weights)
@@ -202,10 +196,10 @@ def test_shards_hold_at_most_what_was_asked(model, tmp_path, max_shard_bytes):
         with safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}  # transformers < 5 refuses others
     assert all(a + b > max_shard_bytes for a, b in pairwise(sizes))
-    assert [name for name, _ in cut_into_files(weights, 1e9)] == ["model.safetensors"]
-    cut = cut_into_files(weights, max_shard_bytes)
+    assert [name for name, _ in hf.cut_into_files(weights, 1e9)] == ["model.safetensors"]
+    cut = hf.cut_into_files(weights, max_shard_bytes)
     assert [w.key for _, ws in cut for w in ws] == [w.key for w in weights]
-    assert_same_weights(load_hf(tmp_path), model)
+    assert_same_weights(hf.load_hf(tmp_path), model)
 
 
 def test_keys_of_older_files_are_read(model, folder):
@@ -218,11 +212,11 @@ def test_keys_of_older_files_are_read(model, folder):
     for left_out in (None, "wte.weight"):
         tensors.pop(left_out, None)
         save_file(tensors, folder / hf.WEIGHTS_FILE)
-        assert_same_weights(load_hf(folder), model)
+        assert_same_weights(hf.load_hf(folder), model)
 
 
 def test_other_tensors_are_refused_and_nothing_is_copied(model):
-    tensors = {w.key: w.stored(w.tensor.detach()) + 1 for w in list_weights(model)}
+    tensors = {w.key: w.stored(w.tensor.detach()) + 1 for w in hf.list_weights(model)}
     before, name = copy.deepcopy(model), "transformer.h.1.mlp.c_fc.weight"
     more = [f"h.2.{part}" for part in ("ln_1.bias", "attn.c_attn.bias")]
     for given, words in (
@@ -236,9 +230,9 @@ def test_other_tensors_are_refused_and_nothing_is_copied(model):
           for n in more),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
-            load_hf_tensors(model, given)
+            hf.load_hf_tensors(model, given)
     assert_same_weights(model, before)
-    load_hf_tensors(model, tensors)
+    hf.load_hf_tensors(model, tensors)
     assert torch.equal(model.h[1].mlp.c_fc.weight, before.h[1].mlp.c_fc.weight + 1)
     assert torch.count_nonzero(model.wte.weight[67:]) == 0
 
@@ -273,23 +267,23 @@ def test_other_architectures_are_refused_by_name(folder, changes, message, monke
     before = (folder / "config.json").read_text()
     edit_config(folder, **changes)
     with pytest.raises(ValueError, match=f"load_hf.*: .*{message}"):
-        load_hf(folder)
+        hf.load_hf(folder)
     (folder / "config.json").write_text(before)
 
 
 def refused(folder, words, **options):
     with pytest.raises(ValueError, match=words):
-        load_hf(folder, **options)
+        hf.load_hf(folder, **options)
 
 
 def test_dtypes_and_heads(model, folder):
     def mix(dtype):
         edit_weights(folder, **{"wpe.weight": lambda old: old["transformer.wpe.weight"].to(dtype)})
 
-    assert load_hf(folder, dtype=torch.bfloat16).wpe.weight.dtype == torch.bfloat16
+    assert hf.load_hf(folder, dtype=torch.bfloat16).wpe.weight.dtype == torch.bfloat16
     mix(torch.float16)
     refused(folder, r"one dtype of .*torch.float16, torch.float32 in .*dtype=")
-    assert load_hf(folder, dtype=torch.float32).wpe.weight.dtype == torch.float32
+    assert hf.load_hf(folder, dtype=torch.float32).wpe.weight.dtype == torch.float32
     mix(torch.int8)
     words = r"got dtypes=torch.float32, torch.int8 in .*convert them"
     refused(folder, words, dtype=torch.float32)
@@ -299,7 +293,7 @@ def test_dtypes_and_heads(model, folder):
     refused(folder, r"load_hf_tensors: expected lm_head.weight equal to")
     words = r"save_hf: expected parameters of .* got dtype=torch.float64"
     with pytest.raises(ValueError, match=words):
-        save_hf(model.double(), folder / "double")
+        hf.save_hf(model.double(), folder / "double")
     with pytest.raises(ValueError, match=r"Saver: expected parameters of .* dtype=torch.float64"):
         Saver(folder, model=model)
 
@@ -324,7 +318,7 @@ def test_damaged_or_missing_files_are_named(folder, tmp_path):
 
 
 def test_damaged_shards_are_named(model, tmp_path):
-    save_hf(model, tmp_path, max_shard_bytes=30_000)
+    hf.save_hf(model, tmp_path, max_shard_bytes=30_000)
     shard, index = sorted(tmp_path.glob("*.safetensors"))[1], tmp_path / hf.INDEX_FILE
     shard.unlink()
     refused(tmp_path, f"complete safetensors file, got .*{shard.name}")
@@ -338,10 +332,10 @@ def test_damaged_shards_are_named(model, tmp_path):
 def test_a_saved_model_is_never_overwritten(model, folder):
     before = (folder / hf.WEIGHTS_FILE).read_bytes()
     with pytest.raises(ValueError, match=r"save_hf: expected a folder without a model, got folder"):
-        save_hf(GPT(TINY, seed=1), folder)
+        hf.save_hf(GPT(TINY, seed=1), folder)
     assert (folder / hf.WEIGHTS_FILE).read_bytes() == before
     with pytest.raises(ValueError, match="expected max_shard_bytes >= 1, got max_shard_bytes=0"):
-        save_hf(model, folder / "new", max_shard_bytes=0)
+        hf.save_hf(model, folder / "new", max_shard_bytes=0)
 
 
 def test_a_failed_save_leaves_no_model_and_can_be_repeated(model, tmp_path, monkeypatch):
@@ -358,13 +352,13 @@ def test_a_failed_save_leaves_no_model_and_can_be_repeated(model, tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setattr(hf, "TensorFile", FailAtTheThird)
         with pytest.raises(OSError, match="disk full"):
-            save_hf(model, tmp_path, max_shard_bytes=30_000)
+            hf.save_hf(model, tmp_path, max_shard_bytes=30_000)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
     assert not list(tmp_path.glob(".*"))
     with pytest.raises(ValueError, match=r"readable config.json, got .* \(no such file\)"):
-        load_hf(tmp_path)
-    save_hf(model, tmp_path, max_shard_bytes=30_000)
-    assert_same_weights(load_hf(tmp_path), model)
+        hf.load_hf(tmp_path)
+    hf.save_hf(model, tmp_path, max_shard_bytes=30_000)
+    assert_same_weights(hf.load_hf(tmp_path), model)
     assert (tmp_path / "tokenizer.json").exists()
 
 
@@ -372,7 +366,7 @@ def test_a_failed_save_leaves_no_model_and_can_be_repeated(model, tmp_path, monk
 def test_ranks_that_split_a_model_read_whole_tensors(vocab_size, stage, tmp_path):
     config = replace(TINY, vocab_size=vocab_size)
     model = GPT(config, seed=1)
-    save_hf(model, tmp_path / "whole")
+    hf.save_hf(model, tmp_path / "whole")
 
     def split():
         parts = parallelize(GPT(config, seed=0), Mesh(tp=2, device="cpu"), zero_stage=stage)
@@ -380,12 +374,12 @@ def test_ranks_that_split_a_model_read_whole_tensors(vocab_size, stage, tmp_path
         with engine.gathered():
             parts.wte.weight.detach().fill_(torch.nan)  # the padding's rows too
         with engine.gathered():
-            load_hf_tensors(parts, load_file(tmp_path / "whole" / hf.WEIGHTS_FILE))
+            hf.load_hf_tensors(parts, load_file(tmp_path / "whole" / hf.WEIGHTS_FILE))
         state = parts.state_dict()  # joins the slices
         with engine.gathered():
             rows = parts.wte.weight.detach().clone()
         with pytest.raises(ValueError, match=r"full weights on each rank, got one with tp=2; load"):
-            save_hf(parts, tmp_path / "not written")
+            hf.save_hf(parts, tmp_path / "not written")
         return state, rows
 
     for state, rows in run_ranks(split, 4 if stage else 2):
@@ -399,10 +393,10 @@ def test_ranks_that_split_a_model_read_whole_tensors(vocab_size, stage, tmp_path
 def test_files_of_an_unfinished_save_are_not_read(model, tmp_path):
     other = GPT(TINY, seed=1)
     for size in (10**9, 30_000, 10**9):
-        save_hf(other, tmp_path, max_shard_bytes=size)
+        hf.save_hf(other, tmp_path, max_shard_bytes=size)
         (tmp_path / "config.json").unlink()
-        save_hf(model, tmp_path, max_shard_bytes=30_000 if size > 30_000 else 10**9)
-        assert_same_weights(load_hf(tmp_path), model)
+        hf.save_hf(model, tmp_path, max_shard_bytes=30_000 if size > 30_000 else 10**9)
+        assert_same_weights(hf.load_hf(tmp_path), model)
         assert (tmp_path / hf.INDEX_FILE).exists() == (size > 30_000)
         (tmp_path / "config.json").unlink()
 
@@ -411,18 +405,15 @@ def test_without_safetensors_the_message_says_what_to_install(model, folder, mon
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(ImportError, match=r"pip install 'fastpar\[train\]'"):
-        load_hf(folder)
-    save_hf(model, folder / "new")  # needs no package
+        hf.load_hf(folder)
+    hf.save_hf(model, folder / "new")  # needs no package
     assert (folder / "new" / hf.WEIGHTS_FILE).stat().st_size > 0
-
-
-# Names and layouts of weights
 
 
 def described(model):
     """Names, and files that they are cut into."""
-    weights = list_weights(model)
-    files = [(file, [w.key for w in ws]) for file, ws in cut_into_files(weights, 30_000)]
+    weights = hf.list_weights(model)
+    files = [(file, [w.key for w in ws]) for file, ws in hf.cut_into_files(weights, 30_000)]
     return [(w.name, w.key, w.shape, w.transposed) for w in weights], files
 
 
@@ -439,7 +430,7 @@ def test_the_layout_does_not_depend_on_the_mesh(ranks, tp, stage):
 def test_any_module_keeps_its_names_and_buffers():
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(3, 2))
     model[2].weight = model[0].weight
-    names = [w.key for w in list_weights(model)]
+    names = [w.key for w in hf.list_weights(model)]
     assert names == [n for n in model.state_dict() if n != "2.weight"][:4] + ["2.bias"] + [
         f"1.{b}" for b in ("running_mean", "running_var", "num_batches_tracked")
     ]

@@ -255,8 +255,6 @@ def test_ranks_of_tp_draw_one_key_for_dropout(monkeypatch):
         assert not torch.equal(drawn, second)
 
 
-# Products in 8 bits
-
 FP8_SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 256, "block_size": 8, "vocab_size": 40}
 FP8 = GPTConfig(**FP8_SHAPE, dropout=0.0)
 

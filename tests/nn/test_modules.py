@@ -89,13 +89,10 @@ def everything():
     """One of each, with an input."""
     x = torch.randn(2, 5, 16)
     return [
-        (fastpar.nn.LayerNorm(16), x),
-        (fastpar.nn.RMSNorm(16), x),
-        (fastpar.nn.GELU(), x),
-        (fastpar.nn.Embedding(11, 16), torch.randint(11, (2, 5))),
-        (fastpar.nn.MLP(16), x),
+        (fastpar.nn.LayerNorm(16), x), (fastpar.nn.RMSNorm(16), x), (fastpar.nn.GELU(), x),
+        (fastpar.nn.Embedding(11, 16), torch.randint(11, (2, 5))), (fastpar.nn.MLP(16), x),
         (fastpar.nn.CausalSelfAttention(16, 2), x),
-    ]
+    ]  # fmt: skip
 
 
 def test_copies_pickles_dtypes_and_no_grad():

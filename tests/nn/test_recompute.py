@@ -237,7 +237,6 @@ def test_what_is_refused(call, message):
 
 
 # Inputs of recomputed blocks on the host: the same bits, few of them on the device
-
 DEEP = GPTConfig(6, 2, 128, vocab_size=97, block_size=64, dropout=0.1)
 
 

@@ -130,9 +130,6 @@ def test_under_autocast_they_return_what_torchs_do(dtype):
         assert (logits - want).abs().max() <= 4 * rounding * want.abs().max()
 
 
-# Conversion
-
-
 def test_convert_keeps_parameters_and_hooks_and_can_be_undone():
     layer, calls = nn.Linear(4, 6), []
     layer.register_forward_hook(lambda *_: calls.append(1))
@@ -179,9 +176,6 @@ def with_own_forward():
 def test_convert_refuses(layer, kind, message):
     with pytest.raises(ValueError, match=message):
         convert(layer, kind, name="h.0")
-
-
-# Losses
 
 
 class WithLoss(nn.Module):

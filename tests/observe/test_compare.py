@@ -24,9 +24,6 @@ from fastpar.optim.schedule import cosine_lr
 from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import ModelSize, TextSettings
 
-# Constructed runs
-
-
 LOSSES = [8.0, 7.0, 6.5, 6.0, 5.5, 5.2, 5.0, 4.9, 4.8, 4.7]
 SETTINGS = {
     "nproc": 2, "model": "micro",
@@ -44,18 +41,13 @@ MACHINE = {
 def make_run(name, repeat=1, *, step_s=0.1, memory=50e6, nudge=0.0, **more):
     """A run whose steps take step_s, the untimed ones ten times as long; losses moved by nudge."""
     values = {
-        "ranks": 1 if name == "single" else 2,
-        "threads": 1,
-        "micro_batch_size": 4,
+        "ranks": 1 if name == "single" else 2, "threads": 1, "micro_batch_size": 4,
         "grad_accum_steps": 2 if name == "single" else 1,
-        "step_s": [10 * step_s] * 2 + [step_s] * 8,
-        "losses": [loss + nudge for loss in LOSSES],
-        "grad_norms": [2.0] * 10,
-        "step_bytes": [int(memory), int(memory) - 1000],
+        "step_s": [10 * step_s] * 2 + [step_s] * 8, "losses": [loss + nudge for loss in LOSSES],
+        "grad_norms": [2.0] * 10, "step_bytes": [int(memory), int(memory) - 1000],
         "wire_bytes": 0 if name == "single" else 5_000_000,
-        "exposed_ms": None if name.startswith("fsdp") else 3.0,
-        "seconds": 9.0,
-    }
+        "exposed_ms": None if name.startswith("fsdp") else 3.0, "seconds": 9.0,
+    }  # fmt: skip
     return Run(name, repeat, **{**values, **more})
 
 

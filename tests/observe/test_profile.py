@@ -31,18 +31,6 @@ from fastpar.comm.recorder import (
     Span,
 )
 from fastpar.observe import profile, trace
-from fastpar.observe.profile import (
-    Measured,
-    Phase,
-    Report,
-    Situation,
-    advise,
-    fitted,
-    layer_bytes,
-    parse_profile,
-    verdict,
-    work_of,
-)
 from fastpar.observe.trace import COMMUNICATION, MEMORY, OpTime, TraceTimes, times_of
 from fastpar.predict.machine import Ceilings
 from fastpar.settings.model import GPTConfig
@@ -140,7 +128,7 @@ def test_refusals_are_one_line(here, monkeypatch, capsys, flags, status, message
 
 
 def test_other_flags_are_trains(here, monkeypatch):
-    options, left = parse_profile(["--steps", "3", "--nproc", "2", "--out", "x"])
+    options, left = profile.parse_profile(["--steps", "3", "--nproc", "2", "--out", "x"])
     assert vars(options) == {"steps": 3, "out": "x"}
     assert left == ["--nproc", "2"]
     # Ranks get the first free folder, and steps are no replays, which would have no phases.
@@ -170,10 +158,12 @@ def test_phases_are_fitted_to_steps_without_the_profiler():
         (64.0, 4.0, (20.0, 12.0, 4.0, 28.0)),  # another program: all grow alike
         (3.0, 5.0, (0.0, 0.0, 3.0, 0.0)),
     ):
-        found = fitted(Phase(FORWARD, 10.0, 6.0, 9.0, 14.0, flops=1.0), ms, waited)
+        found = profile.fitted(profile.Phase(FORWARD, 10.0, 6.0, 9.0, 14.0, flops=1.0), ms, waited)
         assert tuple(found)[1:5] == pytest.approx(expected)
         assert (found.ms, found.flops) == pytest.approx((ms, 1.0))
-    assert fitted(Phase(INPUT), 2.0, 0.5) == Phase(INPUT, communication_ms=0.5, host_ms=1.5)
+    assert profile.fitted(profile.Phase(INPUT), 2.0, 0.5) == profile.Phase(
+        INPUT, communication_ms=0.5, host_ms=1.5
+    )
     parts = parts_of(forward={"compute": 6, "host": 4}, backward={"memory": 1, "communication": 1})
     for step_ms, compute, host in ((10.0, 6.0, 2.0), (8.0, 6.0, 0.0), (4.0, 3.0, 0.0)):
         phases = profile._fit_to_step(parts, step_ms)
@@ -201,7 +191,7 @@ def test_waits_and_bytes_of_ranks_that_split_layers():
         Span(WAIT, TP, 0, 1, 8000),
         Span(TP, "all_to_all", 0, 1, 8000, 2),  # along cp, in pairs
     ]
-    assert layer_bytes(spans) == 2 * 6000 + 6000 + 4000 + 4000
+    assert profile.layer_bytes(spans) == 2 * 6000 + 6000 + 4000 + 4000
 
 
 def test_rates_of_a_report_are_of_what_a_step_needs():
@@ -221,7 +211,7 @@ def test_rates_of_a_report_are_of_what_a_step_needs():
         OpTime("adamw_step_", OPTIMIZER, MEMORY, (), 1, 0.5): "4 GB/s",
         OpTime("aten::mul", FORWARD, MEMORY, ((3,),), 9, 0.25): "",
     }
-    report = Report(**vars(measured()), ops=list(rates), work=work, profiled_step_ms=150.0,
+    report = profile.Report(**vars(measured()), ops=list(rates), work=work, profiled_step_ms=150.0,
                     steps_ms=[100.0, 104.0], about={"run": "a run"})  # fmt: skip
     assert {op: report.rate_of(op) for op in rates} == rates
 
@@ -339,23 +329,22 @@ def test_flops_of_products():
 
 
 # The verdict: constructed numbers in, words out
-
 CEILINGS = Ceilings(10.0, 0.1, "fp32 1536^3")
 # 100 ms: products at 80 % of 0.1 TFLOP/s, the rest at half of the copy.
 GOOD = (
-    Phase(INPUT, host_ms=1.0),
-    Phase(FORWARD, 25.0, 4.0, 0.0, 1.0, flops=2.0e9, bytes=2e7),
-    Phase(BACKWARD, 50.0, 8.0, 2.0, 2.0, flops=4.0e9, bytes=4e7),
-    Phase(OPTIMIZER, 0.0, 6.0, 0.0, 1.0, bytes=3e7),
+    profile.Phase(INPUT, host_ms=1.0),
+    profile.Phase(FORWARD, 25.0, 4.0, 0.0, 1.0, flops=2.0e9, bytes=2e7),
+    profile.Phase(BACKWARD, 50.0, 8.0, 2.0, 2.0, flops=4.0e9, bytes=4e7),
+    profile.Phase(OPTIMIZER, 0.0, 6.0, 0.0, 1.0, bytes=3e7),
 )
 LARGE = {"micro_batch_size": 16, "dtype": "fp32", "device_type": "cpu", "transport": "none"}
-SEEN = {field.name for field in fields(Situation)}
+SEEN = {field.name for field in fields(profile.Situation)}
 
 
 def measured(phases=GOOD, batch_size=16, **known):
-    situation = Situation(**{name: known.pop(name) for name in SEEN & set(known)})
+    situation = profile.Situation(**{name: known.pop(name) for name in SEEN & set(known)})
     setup = Setup(**{**LARGE, **known})
-    return Measured(phases, CEILINGS, Workload(GPTConfig(), batch_size), setup, situation)
+    return profile.Measured(phases, CEILINGS, Workload(GPTConfig(), batch_size), setup, situation)
 
 
 def test_a_good_step_is_compute_bound_and_nothing_is_to_change():
@@ -363,17 +352,19 @@ def test_a_good_step_is_compute_bound_and_nothing_is_to_change():
     assert (found.bound, [p.bound for p in GOOD]) == (COMPUTE, [INPUT, COMPUTE, COMPUTE, MEMORY])
     shares = {COMPUTE: 0.75, MEMORY: 0.18, COMMUNICATION: 0.02, HOST: 0.04, INPUT: 0.01}
     assert found.shares == pytest.approx(shares)
-    assert advise(found) == ["No rule applies: compute-bound, products at 80 % of the ceiling."]
+    assert profile.advise(found) == [
+        "No rule applies: compute-bound, products at 80 % of the ceiling."
+    ]
     for other in (exposed(REDUCE, ms=5.0), measured(world_size=2, waited_ms={})):
-        assert advise(other)[0].startswith("No rule applies")
-    no_module = advise(exposed(REDUCE, transport="gloo", forced_backend="none"))
+        assert profile.advise(other)[0].startswith("No rule applies")
+    no_module = profile.advise(exposed(REDUCE, transport="gloo", forced_backend="none"))
     assert not any("gloo" in line for line in no_module)  # no shared memory without it
     sent = measured(world_size=2, transport="shm", moving_ms=8.0, sent_bytes=16e6)
-    assert "8.0 ms (2 GB/s sent a rank over shm), 75 %" in verdict(sent)[-1]
+    assert "8.0 ms (2 GB/s sent a rank over shm), 75 %" in profile.verdict(sent)[-1]
     # What is not known has no fraction.
-    found = measured((Phase(FORWARD, host_ms=5.0),))
+    found = measured((profile.Phase(FORWARD, host_ms=5.0),))
     assert found.of_matmul(found.phases) is found.of_copy(found.phases) is None
-    assert (found.bound, len(verdict(found))) == (HOST, 1)
+    assert (found.bound, len(profile.verdict(found))) == (HOST, 1)
 
 
 def on_host(share):
@@ -394,8 +385,8 @@ def slow(factor):
     return tuple(p._replace(compute_ms=p.compute_ms * factor) for p in GOOD)
 
 
-UPDATE = (*GOOD[:3], Phase(OPTIMIZER, memory_ms=40.0, bytes=2e8))
-LATE = (Phase(INPUT, host_ms=20.0), *GOOD[1:])
+UPDATE = (*GOOD[:3], profile.Phase(OPTIMIZER, memory_ms=40.0, bytes=2e8))
+LATE = (profile.Phase(INPUT, host_ms=20.0), *GOOD[1:])
 GPU = {"device_type": "cuda", "dtype": "bf16"}
 STAGES = {"pp": 2, "micro_batch_size": 1, "grad_accum_steps": 4}
 CASES = [
@@ -435,7 +426,7 @@ CASES = [
 
 @sweep(("found", "words"), CASES)
 def test_each_rule_speaks_where_its_numbers_say_so(found, words):
-    assert re.search(re.escape(words).replace(r"\.\*", ".*"), "\n".join(advise(found)))
+    assert re.search(re.escape(words).replace(r"\.\*", ".*"), "\n".join(profile.advise(found)))
 
 
 def test_work_goes_to_phases_by_direction():
@@ -448,7 +439,7 @@ def test_work_goes_to_phases_by_direction():
         Op("orthogonalize", (4, 8), "forward", 100.0, 10.0, 3),
         Op("copy", (4,), "backward", 0.0, 2.0, 1),
     ]
-    assert work_of(ops) == {
+    assert profile.work_of(ops) == {
         FORWARD: {"flops": 25.0, "bytes": 0.0},
         BACKWARD: {"flops": 10.0, "bytes": 16.0},
         OPTIMIZER: {"flops": 300.0, "bytes": 9.0},

@@ -45,9 +45,7 @@ def recorded(monkeypatch):
 
     def record(owner, name):
         calls, run = [], getattr(owner, name)
-        monkeypatch.setattr(
-            owner, name, lambda *args, **how: calls.append(args) or run(*args, **how)
-        )
+        monkeypatch.setattr(owner, name, lambda *args, **kw: calls.append(args) or run(*args, **kw))
         return calls
 
     return record

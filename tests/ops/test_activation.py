@@ -91,9 +91,7 @@ def test_dbias_of_16_bits_is_summed_in_float32_and_then_rounded(place):
 
 
 @sweep("kind", ["gelu", "swiglu"])
-def test_every_configuration_and_number_of_programs_has_the_same_answer(
-    kind, triton_device, monkeypatch
-):
+def test_every_config_and_number_of_programs_has_the_same_answer(kind, triton_device, monkeypatch):
     """For more programs than tiles, fewer, and one; each architecture's table, each candidate."""
     from fastpar.kernels.activation import triton as kernels
 

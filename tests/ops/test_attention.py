@@ -50,9 +50,6 @@ def test_triton_reads_and_writes_the_packed_tensor_in_place(triton_device, recor
             assert (part.data_ptr(), part.stride()) == (x.data_ptr(), x.stride())
 
 
-# Documents
-
-
 @pytest.mark.slow
 @sweep(("causal", "p"), [(True, 0.3), (False, 0.0)])
 def test_a_document_is_a_sample(form, causal, p):
@@ -93,9 +90,6 @@ def test_a_document_sees_nothing_of_another(form, causal):
         assert got[: ends[1]].isnan().any()
         for part in (slice(*ends[1:3]), slice(*ends[3:5])):
             assert torch.equal(got[part], expected[part])
-
-
-# Refusals
 
 
 def int32(*values):
@@ -165,9 +159,6 @@ def test_what_is_refused(choice, monkeypatch):
     _, stats = torch.ops.fastpar.attention(q, q, q, *settings, int32(0, 8))
     with pytest.raises(ValueError, match=r"to end at q's total, got cu_seqlens\[1\]=9 total=8"):
         torch.ops.fastpar.attention_bwd(q, q, q, q, None, stats, *settings, int32(0, 9))
-
-
-# On a GPU, seen by fake tensors
 
 
 def on_fake_gpu(*shape, dtype=torch.bfloat16):

@@ -32,12 +32,6 @@ from cells import slow, sweep
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Triton with Gluon")
 
 from fastpar.kernels.attention import hopper_bwd_triton, hopper_triton, peers
-from fastpar.kernels.attention.peers import (
-    attention_backward_hopper,
-    attention_forward_hopper,
-    refusal_of_backward,
-    refusal_of_hopper,
-)
 from fastpar.kernels.reference import attention_ref
 from fastpar.kernels.triton_launch import Boxed
 
@@ -342,9 +336,6 @@ def emulate(module, blocks):
     return launch
 
 
-# Every order in which it may happen
-
-
 def check(roles: list[list[Step]], counts: dict[tuple[int, int], int]) -> None:
     """See [Note: one order]. The last role is the only one that loads.
 
@@ -417,9 +408,6 @@ def check(roles: list[list[Step]], counts: dict[tuple[int, int], int]) -> None:
         sees = not phases or ("pass", at, phase, who) in phases[0]
         assert sees, f"deadlock: role {who} may see the end of a later phase of {at}"
     assert filled == set(readers), "what is loaded is not what is read"
-
-
-# The kernels
 
 
 @pytest.fixture
@@ -532,15 +520,10 @@ def check_bwd(found, do, q, k, v, scale):
 CHECKS = {"fwd": check_fwd, "bwd": check_bwd}
 SLOTS = {"fwd": [(2, 2), (1, 1), (1, 3)], "bwd": [(3, 2), (2, 1), (4, 1)]}  # shipped ones first
 SIZES = [  # B, T, H, Hkv, D of the forward; programs; slots. T of the backward: multiples of 4
-    ((1, 4, 1, 1, 64), 1, 0),
-    ((2, 132, 2, 1, 128), 3, 0),
-    ((1, 300, 4, 2, 64), 2, 1),
-    ((1, 300, 2, 2, 64), 1, 2),
-    slow((2, 384, 1, 1, 64), 5, 0),
-    slow((1, 1024, 2, 2, 64), 3, 0),
-    slow((3, 128, 2, 2, 128), 2, 0),
-    slow((1, 2000, 2, 1, 128), 7, 0),
-]
+    ((1, 4, 1, 1, 64), 1, 0), ((2, 132, 2, 1, 128), 3, 0), ((1, 300, 4, 2, 64), 2, 1),
+    ((1, 300, 2, 2, 64), 1, 2), slow((2, 384, 1, 1, 64), 5, 0), slow((1, 1024, 2, 2, 64), 3, 0),
+    slow((3, 128, 2, 2, 128), 2, 0), slow((1, 2000, 2, 1, 128), 7, 0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("way", CHECKS)
@@ -600,17 +583,12 @@ def without(role, what, which):
 
 EARLY, MIXED = "filled while|the phase before its own", "before or after"
 FAULTS = [  # way, what check says, which role (two consumers, the producer), its fault
-    ("fwd", EARLY, 0, moved, "arrive", -2),
-    ("bwd", EARLY, 0, moved, "arrive", -3),
-    ("fwd", EARLY, 2, without, "wait", 6),
-    ("bwd", EARLY, 2, without, "wait", 4),
-    ("fwd", MIXED, 0, without, "wait", 1),
-    ("bwd", MIXED, 0, without, "wait", 1),
-    ("fwd", MIXED, 1, without, "wait", 2),
-    ("bwd", MIXED, 1, without, "wait", 0),
-    ("fwd", "deadlock", 0, without, "arrive", 0),
-    ("bwd", "deadlock", 0, without, "arrive", 0),
-]
+    ("fwd", EARLY, 0, moved, "arrive", -2), ("bwd", EARLY, 0, moved, "arrive", -3),
+    ("fwd", EARLY, 2, without, "wait", 6), ("bwd", EARLY, 2, without, "wait", 4),
+    ("fwd", MIXED, 0, without, "wait", 1), ("bwd", MIXED, 0, without, "wait", 1),
+    ("fwd", MIXED, 1, without, "wait", 2), ("bwd", MIXED, 1, without, "wait", 0),
+    ("fwd", "deadlock", 0, without, "arrive", 0), ("bwd", "deadlock", 0, without, "arrive", 0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("way", CHECKS)
@@ -636,26 +614,26 @@ def fake_gpu(*shape, dtype=torch.bfloat16):
 def test_what_they_cannot_serve_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     x = fake_gpu(2, 128, 4, 64)
-    assert refusal_of_hopper(x, x, x) == refusal_of_backward(x) == ""
-    assert "causal" in refusal_of_hopper(x, x, x, causal=False)
+    assert peers.refusal_of_hopper(x, x, x) == peers.refusal_of_backward(x) == ""
+    assert "causal" in peers.refusal_of_hopper(x, x, x, causal=False)
     for words, tensors in (
         ("as many keys", (x, *[fake_gpu(2, 64, 4, 64)] * 2)),
         ("not 80", [fake_gpu(2, 128, 4, 80)] * 3),
         ("float32", [fake_gpu(2, 128, 4, 64, dtype=torch.float32)] * 3),
         ("16 bytes", [fake_gpu(0, 128, 4, 64)] * 3),
     ):
-        assert words in refusal_of_hopper(*tensors)
-    assert "head dimension 64, not 128" in refusal_of_backward(fake_gpu(2, 128, 4, 128))
-    assert "16 bytes, not T=130" in refusal_of_backward(fake_gpu(2, 130, 4, 64))
+        assert words in peers.refusal_of_hopper(*tensors)
+    assert "head dimension 64, not 128" in peers.refusal_of_backward(fake_gpu(2, 128, 4, 128))
+    assert "16 bytes, not T=130" in peers.refusal_of_backward(fake_gpu(2, 130, 4, 64))
     monkeypatch.setattr(peers, "_gluon_found", lambda: False)
-    assert "Triton 3.6" in refusal_of_hopper(x, x, x)
+    assert "Triton 3.6" in peers.refusal_of_hopper(x, x, x)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "sm_90" in refusal_of_hopper(x, x, x)
+    assert "sm_90" in peers.refusal_of_hopper(x, x, x)
     with pytest.raises(RuntimeError, match=r"does not: it needs a GPU of sm_90 .*; call attention"):
-        attention_forward_hopper(*draw(1, 8, 1, 1, 64)[1:], True, 0.125)
+        peers.attention_forward_hopper(*draw(1, 8, 1, 1, 64)[1:], True, 0.125)
     x = torch.empty(1, 8, 1, 64)
     with pytest.raises(RuntimeError, match=r"attention_backward_hopper: .* sm_90 .*; call att"):
-        attention_backward_hopper(*[x] * 5, torch.empty(1, 1, 8), True, 0.125, *[x] * 3)
+        peers.attention_backward_hopper(*[x] * 5, torch.empty(1, 1, 8), True, 0.125, *[x] * 3)
 
 
 @pytest.mark.gpu
@@ -664,18 +642,18 @@ def test_what_they_cannot_serve_is_refused_by_name(monkeypatch):
 def test_on_a_gpu(T, D):
     for dtype in HALF:
         do, q, k, v = draw(3, T, 12, 4, D, dtype=dtype, device="cuda")
-        why = refusal_of_hopper(q, k, v)
+        why = peers.refusal_of_hopper(q, k, v)
         if why:
             pytest.skip(f"the Hopper forward {why}")
         scale = D**-0.5
-        found, again = (attention_forward_hopper(q, k, v, True, scale) for _ in range(2))
+        found, again = (peers.attention_forward_hopper(q, k, v, True, scale) for _ in range(2))
         check_fwd(found, do, q, k, v, scale)
         assert all(map(torch.equal, found, again))
-        if refusal_of_backward(q):
+        if peers.refusal_of_backward(q):
             continue
         results = [[torch.empty_like(x) for x in (q, k, v)] for _ in range(2)]
         for grads in results:
-            attention_backward_hopper(do, q, k, v, *found, True, scale, *grads)
+            peers.attention_backward_hopper(do, q, k, v, *found, True, scale, *grads)
         check_bwd(results[0], do, q, k, v, scale)
         assert all(map(torch.equal, *results))
 

@@ -29,9 +29,7 @@ def force(monkeypatch):
 @pytest.fixture
 def prove(monkeypatch):
     """What a proof has found for attention of this dtype and head dimension."""
-    return lambda proof: monkeypatch.setattr(
-        choice, "proofs", {choice.case_of("attention", Q): proof}
-    )
+    return lambda p: monkeypatch.setattr(choice, "proofs", {choice.case_of("attention", Q): p})
 
 
 @sweep("dtype", [torch.float32, torch.bfloat16])

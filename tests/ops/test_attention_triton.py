@@ -45,9 +45,6 @@ def run(q, k, v, do, *, cu=None, causal=True):
     return o, lse, *grads
 
 
-# Tiles
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "variant", "D"),
@@ -99,9 +96,6 @@ def test_heads_by_sections_are_all_computed(triton_device, monkeypatch):
         monkeypatch.setattr(host, "bwd_plan", plans.bwd_plan.__wrapped__)
         for a, b in zip(run(*inputs, do), want):
             assert torch.equal(a, b)
-
-
-# What is read and written
 
 
 WRONG = [
@@ -163,9 +157,6 @@ def test_strides_are_read_and_written_in_place(triton_device):
     assert (room == 7.0).all()
 
 
-# Masks kept as bits
-
-
 def unpacked(bits, T, Tk):
     """bool [B, H, T, Tk] of [Note: kept bits], with the note's numbers."""
     key = torch.arange(64)
@@ -205,9 +196,7 @@ def test_kept_bits_are_the_mask(triton_device, sizes, causal, p):
         slow(1, 70, 5, 24, 1, F32, True),
     ],
 )
-def test_attention_with_kept_bits_matches_the_oracle(
-    triton_device, B, T, Tk, D, Hkv, dtype, causal
-):
+def test_attention_with_kept_bits_is_the_oracles(triton_device, B, T, Tk, D, Hkv, dtype, causal):
     case = attention_case(B, T, D, 2, triton_device, Tk=Tk, Hkv=Hkv, p=0.3, causal=causal)
     with BITS.trying((), Mask(1)):
         check(case, dtype, triton_device)

@@ -210,7 +210,6 @@ def test_a_proof_on_a_gpu_reaches_loops_and_sums_that_few_rows_do_not():
 # The oracles against torch's own functions in fp64. What torch has not is shown by ops that agree
 # with one: shards that make a whole loss (test_cross_entropy.py), documents that are samples
 # (test_attention.py), published words of Philox and what its mask keeps (test_philox.py).
-
 # fp64: some hundred roundings of 1.1e-16 each, times the cases' conditions of up to 1e4.
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 

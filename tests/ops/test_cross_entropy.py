@@ -11,13 +11,8 @@ from cells import slow, sweep
 from more_cases import FEW_LOSSES
 from test_cases import check
 
-from fastpar.kernels import (
-    backend,
-    cross_entropy,
-    cross_entropy_shard,
-    cross_entropy_shard_grad,
-    linear_cross_entropy,
-)
+from fastpar import kernels
+from fastpar.kernels import reference
 from fastpar.kernels.cases import loss_of_logits, shard_of_loss
 from fastpar.kernels.loss import TABLE
 from fastpar.kernels.loss.linear_cross_entropy import (
@@ -27,12 +22,6 @@ from fastpar.kernels.loss.linear_cross_entropy import (
     release_workspaces,
     workspace,
     workspace_bytes,
-)
-from fastpar.kernels.reference import (
-    cross_entropy_ref,
-    cross_entropy_shard_grad_ref,
-    cross_entropy_shard_ref,
-    linear_cross_entropy_ref,
 )
 from fastpar.predict.measure import StepMemory
 
@@ -66,8 +55,8 @@ each_loss = sweep("make", [of_logits, of_products])
 
 
 LOSSES = {  # by the number of inputs
-    2: (cross_entropy, cross_entropy_ref),
-    3: (linear_cross_entropy, linear_cross_entropy_ref),
+    2: (kernels.cross_entropy, reference.cross_entropy_ref),
+    3: (kernels.linear_cross_entropy, reference.linear_cross_entropy_ref),
 }
 
 
@@ -87,7 +76,7 @@ def gradients(*inputs, dloss=1.0, **kwargs):
 
 def some(form, values):
     """The last of the values where Triton is interpreted, which costs by its programs."""
-    return values[-1:] if backend.choice == "triton" and form == "cpu" else values
+    return values[-1:] if kernels.backend.choice == "triton" and form == "cpu" else values
 
 
 @pytest.mark.parametrize(
@@ -189,7 +178,7 @@ def test_inplace(form, reduction):
         expected = gradients(logits, targets, dloss=2.0, **options)
         leaf = logits.detach().requires_grad_()
         hidden, seen = leaf * 1.0, []
-        loss = cross_entropy(hidden, targets, inplace=True, **options)
+        loss = kernels.cross_entropy(hidden, targets, inplace=True, **options)
         assert hidden._version > 0
         hidden.register_hook(lambda g, seen=seen: seen.append(g.data_ptr()))
         loss.backward(torch.tensor(2.0).to(loss).expand(loss.shape))
@@ -203,12 +192,12 @@ def test_inplace_is_noticed_by_whoever_needs_the_logits():
     logits, targets = of_logits(20, 70)
     before = logits.detach().clone()
     with torch.no_grad():
-        cross_entropy(logits, targets, inplace=True)
-    cross_entropy(before, targets, inplace=True)
+        kernels.cross_entropy(logits, targets, inplace=True)
+    kernels.cross_entropy(before, targets, inplace=True)
     assert torch.equal(before, logits)
     kept, overwritten = logits.tanh(), logits * 1.0  # tanh keeps its result for backward
     for hidden in (kept, overwritten):
-        loss = cross_entropy(hidden, targets, inplace=True)
+        loss = kernels.cross_entropy(hidden, targets, inplace=True)
         if hidden is overwritten:
             hidden.detach().zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -222,10 +211,10 @@ def test_a_softcap_holds_logits_of_any_size(dtype, form):
     logits = (torch.randn(4, 300) * scales).to(form, dtype).requires_grad_()
     targets = torch.tensor([3, 50, 299, 0], device=form)
     options = {"reduction": "none", "softcap": 15.0}
-    losses = cross_entropy(logits, targets, **options)
+    losses = kernels.cross_entropy(logits, targets, **options)
     grad = torch.autograd.grad(losses.sum(), logits)[0]
     wide = logits.detach().double().requires_grad_()
-    want = cross_entropy_ref(wide, targets, **options)
+    want = reference.cross_entropy_ref(wide, targets, **options)
     exact = torch.autograd.grad(want.sum(), wide)[0]
     # Losses: a few roundings of a logit of at most 15. Gradients: those of one of at most 1, and
     # of the dtype.
@@ -263,9 +252,6 @@ def test_backward_twice_with_retained_graph(make, dtype):
             assert torch.equal(c, 2 * want)
 
 
-# Products in chunks
-
-
 def test_chunks():
     """Balanced; on a GPU of sizes that the GEMMs can use, and at most 15 % of eager's peak: [Note:
     chunk size]."""
@@ -283,7 +269,7 @@ def test_chunks():
 @pytest.mark.parametrize("choice", ["auto", "torch"])
 def test_rows_of_padding_and_of_nan(choice, monkeypatch):
     """Whatever finite values the weight's padding rows hold; rows that are not finite say so."""
-    monkeypatch.setattr(backend, "choice", choice)
+    monkeypatch.setattr(kernels.backend, "choice", choice)
     x, weight, targets = of_products(30, 100, pad=28)
     expected = gradients(x, weight[:100], targets)
     loss, dx, dweight = gradients(x, weight, targets, vocab_size=100)
@@ -301,7 +287,7 @@ def test_rows_of_padding_and_of_nan(choice, monkeypatch):
 @sweep("reduction", ["mean", "none"])
 @sweep("choice", ["auto", "torch"])
 def test_never_holds_all_logits(choice, reduction, monkeypatch):
-    monkeypatch.setattr(backend, "choice", choice)
+    monkeypatch.setattr(kernels.backend, "choice", choice)
     x, weight, targets = of_products(400, 300, c=4)
     inputs = (x.detach(), weight.detach(), targets, 300, -100)
     with StepMemory(x.device, alive_bytes=0) as memory:
@@ -336,7 +322,7 @@ def test_the_weights_gradient_is_made_where_it_was_saved_unless_the_graph_is_kep
     x, weight = torch.randn(6, 8), torch.randn(20, 8, requires_grad=True)
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
-        loss = linear_cross_entropy(x, weight, torch.arange(6))
+        loss = kernels.linear_cross_entropy(x, weight, torch.arange(6))
     (saved,) = (t for t in packed if t.shape == weight.shape)
     before = saved.clone()
     (kept,) = torch.autograd.grad(loss / 3, weight, retain_graph=True)
@@ -345,9 +331,6 @@ def test_the_weights_gradient_is_made_where_it_was_saved_unless_the_graph_is_kep
     (again,) = torch.autograd.grad(loss / 3, weight)
     assert torch.equal(again, kept)
     assert again.data_ptr() == saved.data_ptr()
-
-
-# Shards of the vocabulary
 
 
 @sweep(
@@ -368,7 +351,7 @@ def test_shards_make_the_whole_loss(cuts, z_loss, softcap):
         (logits.detach()[:, a:b], {"first": a, "vocab_size": 990, "softcap": softcap})
         for a, b in itertools.pairwise([0, *cuts, 1000])
     ]
-    parts = [cross_entropy_shard_ref(part, targets, **options) for part, options in owned]
+    parts = [reference.cross_entropy_shard_ref(part, targets, **options) for part, options in owned]
     tops, sums, hits = map(torch.stack, zip(*parts))
     top = tops.amax(0)
     lse = top + (sums * (tops - top).exp()).sum(0).log()
@@ -376,7 +359,7 @@ def test_shards_make_the_whole_loss(cuts, z_loss, softcap):
     torch.testing.assert_close(found, losses)
     given = targets, lse, torch.ones((), dtype=torch.float64)
     grads = [
-        cross_entropy_shard_grad_ref(part, *given, z_loss=z_loss, **options)
+        reference.cross_entropy_shard_grad_ref(part, *given, z_loss=z_loss, **options)
         for part, options in owned
     ]
     torch.testing.assert_close(torch.cat(grads, 1), grad)
@@ -387,12 +370,12 @@ def test_a_shard_of_padding(form):
     logits, targets = of_logits(4, 20, form)
     logits, valid = torch.full_like(logits, torch.nan), targets != -100
     options = {"first": 32, "vocab_size": 30}
-    top, total, hit = cross_entropy_shard(logits, targets, **options)
+    top, total, hit = kernels.cross_entropy_shard(logits, targets, **options)
     assert torch.equal(top, torch.where(valid, -torch.inf, 0.0))
     assert torch.equal(total, torch.where(valid, 0.0, 1.0))
     assert not hit.any()
     lse, one = torch.ones(4, device=form), torch.ones((), device=form)
-    assert not cross_entropy_shard_grad(logits, targets, lse, one, **options).any()
+    assert not kernels.cross_entropy_shard_grad(logits, targets, lse, one, **options).any()
 
 
 def test_hostile_rows_of_a_shard(form):
@@ -410,13 +393,13 @@ def test_hostile_rows_of_a_shard(form):
     lse[5] = 1e4 + 4
     inputs = [t.to(form) for t in (logits, targets, lse, scale)]
     keep = [0, 1, 3, 4, 5]
-    got = cross_entropy_shard(*inputs[:2])
-    for ours, want in zip(got, cross_entropy_shard_ref(logits.double(), targets)):
+    got = kernels.cross_entropy_shard(*inputs[:2])
+    for ours, want in zip(got, reference.cross_entropy_shard_ref(logits.double(), targets)):
         torch.testing.assert_close(ours.cpu().double()[keep], want[keep], rtol=22 * U, atol=0)
     assert got[1][2].isnan()
-    grad = cross_entropy_shard_grad(*inputs).cpu().double()
+    grad = kernels.cross_entropy_shard_grad(*inputs).cpu().double()
     doubles = (x.double() if x.is_floating_point() else x for x in (logits, targets, lse, scale))
-    want = cross_entropy_shard_grad_ref(*doubles)
+    want = reference.cross_entropy_shard_grad_ref(*doubles)
     torch.testing.assert_close(grad, want, rtol=22 * U, atol=0, equal_nan=True)
     assert not grad[1].any()
 
@@ -429,26 +412,27 @@ def test_gradient_written_where_the_caller_says(form, v, dtype):
     targets[1], targets[2], targets[3] = v - 1, 0, v + 5
     lse, scale = logits.float().logsumexp(-1), torch.randn(6, 2).to(form)[:, 1]
     options = {"vocab_size": max(1, v - 3), "z_loss": 0.01}
-    want = cross_entropy_shard_grad(logits, targets, lse, scale.contiguous(), **options)
+    want = kernels.cross_entropy_shard_grad(logits, targets, lse, scale.contiguous(), **options)
     columns_first = logits.t().clone(memory_format=torch.contiguous_format).t()
     strided = torch.stack([logits, logits], 1)[:, 1]
     wide = torch.full((6, v + 7), torch.nan, dtype=dtype, device=form)
     for x, out in ((columns_first, wide[:, 3 : v + 3]), (strided, logits), (strided, strided)):
-        parts = cross_entropy_shard(x, targets), cross_entropy_shard(x.contiguous(), targets)
+        parts = (
+            kernels.cross_entropy_shard(x, targets),
+            kernels.cross_entropy_shard(x.contiguous(), targets),
+        )
         assert all(map(torch.equal, *parts))
         version = out._version
-        assert cross_entropy_shard_grad(x, targets, lse, scale, **options, out=out) is out
+        assert kernels.cross_entropy_shard_grad(x, targets, lse, scale, **options, out=out) is out
         assert out._version > version
         assert torch.equal(out, want)
     assert wide[:, :3].isnan().all()
     assert wide[:, v + 3 :].isnan().all()
     shaped = wide[:, :v].unflatten(0, (2, 3))
     given = columns_first.unflatten(0, (2, 3)), targets.view(2, 3), lse, scale
-    cross_entropy_shard_grad(*given, **options, out=shaped)
+    kernels.cross_entropy_shard_grad(*given, **options, out=shaped)
     assert torch.equal(shaped.flatten(0, 1), want)
 
-
-# Refusals
 
 LOGITS = torch.ones(6, 20)
 X, W = torch.ones(6, 8), torch.ones(20, 8, requires_grad=True)
@@ -511,17 +495,14 @@ def test_what_is_refused():
     logits, products = ("logits", "targets"), ("x", "weight", "targets")
     shard = [*OF_TARGETS, *OF_LOGITS, ("expected first >= 0, got first=-1", {"first": -1})]
     for op, names, rows in (
-        (cross_entropy, logits, OF_TARGETS + OF_LOGITS + OF_LOSSES + WHOLE),
-        (linear_cross_entropy, products, OF_TARGETS + OF_LOSSES + PRODUCTS),
-        (cross_entropy_shard, logits, shard),
-        (cross_entropy_shard_grad, (*logits, "lse", "scale"), shard + GRAD),
+        (kernels.cross_entropy, logits, OF_TARGETS + OF_LOGITS + OF_LOSSES + WHOLE),
+        (kernels.linear_cross_entropy, products, OF_TARGETS + OF_LOSSES + PRODUCTS),
+        (kernels.cross_entropy_shard, logits, shard),
+        (kernels.cross_entropy_shard_grad, (*logits, "lse", "scale"), shard + GRAD),
     ):
         for words, changes in rows:
             with pytest.raises(ValueError, match=f"^{op.__name__}: {words}"):
                 op(**{name: given[name] for name in names} | changes)
-
-
-# Triton
 
 
 def test_targets_out_of_range_are_safe_in_triton(triton_device):

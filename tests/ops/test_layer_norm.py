@@ -97,9 +97,6 @@ def test_what_is_refused():
         residual_layer_norm(ONE, ONE, torch.ones(4), dropout_p=1.0)
 
 
-# Triton
-
-
 def test_rows_apart_are_not_copied(recorded, triton_device):
     """A slice of a wider tensor is read in place."""
     from fastpar.kernels.norm import triton

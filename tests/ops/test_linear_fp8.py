@@ -289,9 +289,7 @@ CASTS = [  # scaling, weight_gradient, casts
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("scaling", "weight_gradient", "casts"), CASTS)
-def test_a_gpus_layer_is_the_emulated_one(
-    scaling, weight_gradient, casts, triton_device, monkeypatch
-):
+def test_a_gpus_layer_is_the_emulated(scaling, weight_gradient, casts, triton_device, monkeypatch):
     """torch's scaled products (they run on CPUs too): all but the order of sums, for any tokens."""
     if scaling == "row" and triton_device == "cpu" and torch.__version__ < "2.13":
         pytest.skip(f"torch {torch.__version__} has products with scales of rows on GPUs alone")

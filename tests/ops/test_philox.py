@@ -167,8 +167,6 @@ def test_no_dropout_and_p_in_units_of_a_256th():
         assert quantize_p(p) == threshold
 
 
-# Parts of masks: the same bits, forward and backward
-
 P = 0.3
 KEY = make_key(3, 2**32 - 2)  # the sample index crosses 2**32 within the batch
 RNG = Rng(KEY, 2**15 - 1)

@@ -145,9 +145,6 @@ def results(f: Callable, inputs: list) -> list[Tensor]:
     return [*outs, *(t.grad for t in leaves if t.grad is not None), *given]
 
 
-# Torch's checks
-
-
 def frozen(a):
     if isinstance(a, Tensor):
         return a.detach().clone().requires_grad_(a.requires_grad)
@@ -258,8 +255,6 @@ def test_every_call_that_is_compiled_ahead_launches_kernels(arch):
             assert launches, (path.name, label)
 
 
-# Whole graphs
-
 GRAPHS = [name for name in (*MAKERS, *by_hand("cpu")) if name != "linear_fp8"]
 
 
@@ -332,7 +327,6 @@ def test_a_compiled_op_still_refuses_wrong_ids():
 
 # With another default dtype or device, and after a first call under inference_mode, bits, dtypes
 # and devices are those of a fresh process.
-
 DEFAULTS = [  # the first two in the default tests
     *((torch.float64, "meta"), (torch.bfloat16, "cpu")),
     *((torch.float64, "cpu"), (torch.float16, "cpu"), (torch.float32, "meta")),

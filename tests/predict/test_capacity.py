@@ -5,14 +5,7 @@ import torch
 from cells import sweep
 
 from fastpar.axes.step import Setup
-from fastpar.predict.run import (
-    bytes_per_rank,
-    check_building,
-    check_capacity,
-    host_memory,
-    memory_of,
-    what_would_hold,
-)
+from fastpar.predict import run
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.model import PRESETS, count_parameters
 
@@ -27,25 +20,22 @@ def setup_of(world_size=1, dtype="fp32", **changes):
 # ranks, dtype, settings; bytes of weights, gradients, optimizer for each parameter. Other layouts
 # and Muon are compared with real engines: test_memory_model.py.
 STATES = [
-    (1, "fp32", {}, (4, 4, 8)),
-    (8, "fp32", {"zero": 1}, (4, 4, 1)),
-    (8, "fp32", {"zero": 2}, (4, 0.5, 1)),
-    (8, "fp32", {"zero": 3}, (0.5, 0.5, 1)),
-    (1, "bf16", {}, (2, 4, 12)),
-    (1, "bf16", {"grad_dtype": "bf16"}, (2, 2, 12)),
+    (1, "fp32", {}, (4, 4, 8)), (8, "fp32", {"zero": 1}, (4, 4, 1)),
+    (8, "fp32", {"zero": 2}, (4, 0.5, 1)), (8, "fp32", {"zero": 3}, (0.5, 0.5, 1)),
+    (1, "bf16", {}, (2, 4, 12)), (1, "bf16", {"grad_dtype": "bf16"}, (2, 2, 12)),
     (1, "bf16", {"master_weights": "remainder"}, (2, 4, 10)),
     (1, "bf16", {"master_weights": "remainder", "moment_dtype": "bf16"}, (2, 4, 6)),
     (1, "bf16", {"stochastic_rounding": True, "moment_dtype": "int8"}, (2, 4, 2)),
     (1, "fp16", {"optimizer": "adafactor"}, (2, 4, 4)),
     (8, "fp32", {"ema": 0.999, "zero": 1}, (4, 4, 1.5)),
-]
+]  # fmt: skip
 
 
 @sweep(["ranks", "dtype", "changes", "expected"], STATES)
 def test_bytes_of_a_rank(ranks, dtype, changes, expected):
     """Of N parameters. Scales of 8-bit moments and adafactor's means are below 2 %."""
     setup = setup_of(ranks, dtype, **changes)
-    found = bytes_per_rank(GPT2, setup).values()
+    found = run.bytes_per_rank(GPT2, setup).values()
     for got, each, above in zip(found, expected, (0.002, 0.002, 0.02), strict=True):
         assert each * N - 1 <= got <= (1 + above) * each * N
     if ranks == 1:
@@ -61,7 +51,9 @@ def test_bytes_of_an_element_on_the_wire():
 def test_a_refusal_names_the_need_and_what_there_is():
     def refusal(setup, gb, sharing=1):
         with pytest.raises(ValueError, match="train: expected a model whose states fit") as caught:
-            check_capacity(GPT2, setup, limit_bytes=int(gb * 1e9), of_what="a GPU", sharing=sharing)
+            run.check_capacity(
+                GPT2, setup, limit_bytes=int(gb * 1e9), of_what="a GPU", sharing=sharing
+            )
         return str(caught.value)
 
     words = refusal(setup_of(), 1)
@@ -71,17 +63,17 @@ def test_a_refusal_names_the_need_and_what_there_is():
     )
     assert words.endswith("use 2 ranks with as much memory each and --zero 3, or a smaller model")
     assert "fit into 0.5 GB of a GPU for each of 4 ranks" in refusal(setup_of(4), 2, sharing=4)
-    check_capacity(GPT2, setup_of(), limit_bytes=2 * 10**9, of_what="a GPU")
+    run.check_capacity(GPT2, setup_of(), limit_bytes=2 * 10**9, of_what="a GPU")
     # Every rank begins with the whole model.
-    check_building(GPT2, limit_bytes=4 * N * 3, sharing=3)
+    run.check_building(GPT2, limit_bytes=4 * N * 3, sharing=3)
     with pytest.raises(
         ValueError,
         match=r"a model of 124,475,904 parameters in fp32, 0.5 GB, on each of 4 ranks of a machi"
         r"ne, which all build the full model first, got 1.5 GB; use at most 3 ranks on a machine",
     ):
-        check_building(GPT2, limit_bytes=4 * N * 3, sharing=4)
+        run.check_building(GPT2, limit_bytes=4 * N * 3, sharing=4)
     with pytest.raises(ValueError, match=r"got 0.4 GB; use a smaller model"):
-        check_building(GPT2, limit_bytes=4 * 10**8, sharing=1)
+        run.check_building(GPT2, limit_bytes=4 * 10**8, sharing=1)
 
 
 @sweep(
@@ -96,29 +88,29 @@ def test_a_refusal_names_the_need_and_what_there_is():
 )
 def test_what_would_hold_it_does(ranks, changes, gb, expected):
     changes = {"model": "gpt2", **changes}
-    words = what_would_hold(GPT2, setup_of(ranks, **changes), int(gb * 1e9))
+    words = run.what_would_hold(GPT2, setup_of(ranks, **changes), int(gb * 1e9))
     assert words.startswith(expected), words
 
 
 def test_memory_of_this_machine(tmp_path, monkeypatch):
-    assert host_memory(tmp_path) == 1 << 62  # unknown: nothing is refused
+    assert run.host_memory(tmp_path) == 1 << 62  # unknown: nothing is refused
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal:  1000 kB\nMemFree: 1 kB\nSwapTotal: 24 kB\n")
-    assert host_memory(tmp_path) == 1024 * 1024
+    assert run.host_memory(tmp_path) == 1024 * 1024
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
     (group / "memory.max").write_text("max\n")
-    assert host_memory(tmp_path) == 1024 * 1024
+    assert run.host_memory(tmp_path) == 1024 * 1024
     (group / "memory.max").write_text("5000\n")
-    assert host_memory(tmp_path) == 5000
+    assert run.host_memory(tmp_path) == 5000
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    size, whose, sharing = memory_of(torch.device("cpu"))
-    assert (size, whose, sharing) == (host_memory(), "this machine's memory", 3)
+    size, whose, sharing = run.memory_of(torch.device("cpu"))
+    assert (size, whose, sharing) == (run.host_memory(), "this machine's memory", 3)
     assert size > 1 << 28
 
 
 @pytest.mark.gpu
 def test_memory_of_a_gpu():
-    size, whose, sharing = memory_of(torch.device("cuda", 0))
+    size, whose, sharing = run.memory_of(torch.device("cuda", 0))
     assert (whose, sharing) == (torch.cuda.get_device_name(0), 1)
     assert size > 1 << 30

@@ -65,8 +65,6 @@ def test_ceilings(monkeypatch):
     assert found.matmul_tflop_per_s == pytest.approx(2 * 256**3 / 1e9)
 
 
-# Devices: names are found, rows are whole
-
 NAMES = """\
 v100-16: Tesla V100-SXM2-16GB; v100: Tesla V100-SXM2-32GB; a100-40: NVIDIA A100-SXM4-40GB, A100_40
 a100: NVIDIA A100-SXM4-80GB, a100-80; a100-40-pcie: NVIDIA A100-PCIE-40GB
@@ -196,9 +194,6 @@ def test_small_ops_wait_for_the_host_and_exchanges_are_the_networks():
     assert rates.comm_s(send._replace(count=5)) == rates.comm_s(send)
     assert sum(map(rates.comm_s, comm_ops_of(WORKLOAD, Setup(16, zero_stage=3)))) > 0
     assert (rates.overlap, rates_of("cpu").overlap) == (0.8, 0.0)
-
-
-# What textbooks say of rings, trees and hierarchies, and where ranks are
 
 
 @sweep("ranks", [2, 4, 8])

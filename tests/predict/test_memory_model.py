@@ -163,9 +163,7 @@ def check(cells, measured=None, near=0.9):
 # where activations are few; cp 3 pads 4 heads to 6; where experts are not chosen equally often, the
 # fullest rank of ep needs more.
 KINDS = {
-    "pairs": [
-        of_row(shape, ranks, stage, tp, *rest, sp) for shape, (ranks, stage, tp, sp), *rest in PAIRS
-    ],
+    "pairs": [of_row(shape, *at[:3], *rest, at[3]) for shape, at, *rest in PAIRS],
     "special": [
         of_row("balanced", 2, 2, 1, "none", 2, "fp32", 1, bucket_mb=1.0),
         of_row("wide", 2, 2, 1, "none", 2, "fp32", 2, accumulate="full"),
@@ -269,8 +267,6 @@ def test_peaks_of_grids_are_predicted(grids):
 # Products in 8-bit floats: what a GPU's casts and products allocate is what they leave; on a CPU
 # emulation has temporaries of its own. So here they leave codes and outputs of zeros, and
 # everything around them is real.
-
-
 def rounded_rows(x, form, group):
     n, k = x.shape
     return Codes(torch.zeros(n, k, dtype=form), torch.ones(n, -(-k // group)), group)
@@ -314,8 +310,6 @@ def test_peaks_of_8_bit_products_are_predicted(kinds, monkeypatch):
         found.append((workload(**SHAPES[shape], batch=8), s))
     check(found, lambda one, s: measure(one, s, Mesh(device="cpu")))
 
-
-# Pipelines: every stage
 
 MICRO_BATCHES = {"micro_batch_size": 2, "grad_accum_steps": 8}
 PIPELINES = [
@@ -370,13 +364,9 @@ def test_stages_are_predicted():
 
 
 GPUS = [
-    ("gpt2", "none", 8),
-    ("gpt2", "selective", 1),
-    ("gpt2-medium", "none", 4),
-    ("gpt2-large", "full", 4),
-    ("gpt2-xl", "none", 2),
-    ("gpt2-xl", "full", 8),
-]
+    ("gpt2", "none", 8), ("gpt2", "selective", 1), ("gpt2-medium", "none", 4),
+    ("gpt2-large", "full", 4), ("gpt2-xl", "none", 2), ("gpt2-xl", "full", 8),
+]  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -20,21 +20,11 @@ from fastpar.engine.debug import Debug
 from fastpar.engine.parallelize import parallelize
 from fastpar.files.tensor_file import DTYPES
 from fastpar.models import set_up
-from fastpar.predict import plan
+from fastpar.predict import plan, search
 from fastpar.predict.machine import Cluster, DatasheetRates, find_device
 from fastpar.predict.memory import predict_memory
 from fastpar.predict.plan import PlanCommand, command_lines, report
-from fastpar.predict.search import (
-    families,
-    layouts,
-    micro_batches,
-    possible_batches,
-    refused,
-    search,
-    smallest_changes,
-    try_in_order,
-    why_not,
-)
+from fastpar.predict.search import layouts
 from fastpar.predict.time import predict_step
 from fastpar.settings.mesh import divisors, parse_grid
 from fastpar.settings.model import PRESETS, GPTConfig
@@ -70,7 +60,7 @@ class FreeLinks(PaperRates):
 @functools.cache
 def found(workload=GPT2, world=8, limit=80e9, per_node=8, rates=PaperRates, **template):
     setup = Setup(world_size=world, **template)
-    return search(workload, setup, rates=rates(), limit_bytes=limit, per_node=per_node)
+    return search.search(workload, setup, rates=rates(), limit_bytes=limit, per_node=per_node)
 
 
 def ways(model, world, per_node=8, batch=96, without=("pp", "tp_grid", "offload"), **template):
@@ -96,7 +86,7 @@ def test_every_split_divides_what_it_cuts():
         sizes = {s.tp for s in ways("gpt2", world, per_node, batch=192)}
         assert sizes == set(divisors(per_node))
         one = replace(GPT2, batch_size=1)
-        allowed = possible_batches(one, Setup(world_size=world), per_node, {"pp"})
+        allowed = search.possible_batches(one, Setup(world_size=world), per_node, {"pp"})
         assert allowed[0] == world // max(sizes)
     without = {"pp", "offload"}
     for gpus in (8, 64):
@@ -105,7 +95,7 @@ def test_every_split_divides_what_it_cuts():
         assert all(s.world_size == s.dp * s.rows * s.tp and s.tp <= 8 for s in seen)
         for s in seen:
             one = replace(s, micro_batch_size=s.rows, grad_accum_steps=4)
-            assert refused(Workload(XL.shape, 4 * gpus), one) is None
+            assert search.refused(Workload(XL.shape, 4 * gpus), one) is None
     for beside in ({"optimizer": "muon"}, {"moment_dtype": "int8"}, {"offload": "optimizer"}):
         assert not any(
             s.mesh.tp_grid for s in ways("gpt2-xl", 8, batch=256, without=without, **beside)
@@ -121,7 +111,7 @@ def test_a_batch_that_no_split_divides_leaves_nothing():
         (5, 1),
         (1, 5),
     }
-    assert possible_batches(workload, Setup(world_size=5), 8, {"pp", "cp"}) == [5, 10, 15]
+    assert search.possible_batches(workload, Setup(world_size=5), 8, {"pp", "cp"}) == [5, 10, 15]
 
 
 @pytest.mark.slow
@@ -132,9 +122,9 @@ def test_fastest_first_and_all_within_the_limit():
     assert times[0] <= 1.01 * times[1]
     for e in estimates:
         assert (e.memory.total <= 80e9) == (e.time is not None)
-        assert refused(GPT2, e.setup) is None
-    assert len({e.family for e in estimates}) == len(families(estimates)) > 8
-    assert families(estimates)[0] is estimates[0]
+        assert search.refused(GPT2, e.setup) is None
+    assert len({e.family for e in estimates}) == len(search.families(estimates)) > 8
+    assert search.families(estimates)[0] is estimates[0]
 
 
 def test_the_micro_batch_is_the_fastest_that_fits():
@@ -151,7 +141,7 @@ def test_the_micro_batch_is_the_fastest_that_fits():
 def test_which_one_wins_and_why_others_lose():
     for limit, words in ((1e9, "does not fit: "), (6e9, " % slower: "), (6e9, "more complex")):
         estimates = found(world=4, limit=limit)
-        assert any(words in why_not(e, estimates[0], limit) for e in estimates)
+        assert any(words in search.why_not(e, estimates[0], limit) for e in estimates)
     # Of layouts alike the simplest: of one rank's work only what is sent depends on the stage.
     estimates = found(world=4, rates=FreeLinks)
     winner = estimates[0]
@@ -159,8 +149,8 @@ def test_which_one_wins_and_why_others_lose():
     fastest = min(e.time.step_s for e in estimates if e.time is not None)
     assert winner.time.step_s <= 1.01 * fastest
     # What the trainer refuses is not among them.
-    assert "tp to divide the MLP's width, 3072" in refused(GPT2, Setup(world_size=5, tp=5))
-    assert "does not divide dp=8" in refused(GPT2, Setup(world_size=8, zero_stage=1, shard_size=3))
+    assert "tp to divide the MLP's width, 3072" in search.refused(GPT2, Setup(world_size=5, tp=5))
+    assert "does not divide dp=8" in search.refused(GPT2, Setup(8, zero_stage=1, shard_size=3))
     assert not any(e.setup.tp > 1 for e in found(world=2, moment_dtype="int8"))
 
 
@@ -168,7 +158,7 @@ def test_which_one_wins_and_why_others_lose():
 def test_the_smallest_changes_that_make_something_fit():
     def changes(workload, template, limit, per_node=1, larger=lambda size: None):
         how = {"limit_bytes": limit, "per_node": per_node, "larger": larger}
-        return smallest_changes(workload, template, **how)
+        return search.smallest_changes(workload, template, **how)
 
     workload, template, asked = replace(XL, batch_size=64), Setup(world_size=2), []
     sizes = []
@@ -197,11 +187,9 @@ def test_the_smallest_changes_that_make_something_fit():
 
 
 # Pipelines: what is left out could not win
-
-
 def everything(workload, ways, rates):
     for way, mode in itertools.product(ways, MODES):
-        for setup in micro_batches(workload, way.change(activation_checkpointing=mode)):
+        for setup in search.micro_batches(workload, way.change(activation_checkpointing=mode)):
             bound = predict_step(workload, setup, rates, bubble=False).step_s
             yield predict_step(workload, setup, rates).step_s, bound, setup
 
@@ -223,7 +211,7 @@ def test_the_bounds_leave_out_no_winner(shape, link):
     assert all(bound <= seconds for seconds, bound, _ in cases)
     sizes = {setup: predict_memory(workload, setup).total for *_, setup in cases}
     for limit in (INF, 0.6 * max(sizes.values())):
-        found = [e for e in try_in_order(workload, rates, limit, ways, MODES) if e.time]
+        found = [e for e in search.try_in_order(workload, rates, limit, ways, MODES) if e.time]
         fastest = min(seconds for seconds, _, setup in cases if sizes[setup] <= limit)
         assert min(e.step_s for e in found) == fastest
         assert all(e.memory.total <= limit for e in found)
@@ -301,14 +289,14 @@ def test_what_wins_where(capsys):
     found = plan.make_plan(command)
     winner = found.estimates[0].setup
     assert winner.mesh.pp > 1
-    assert refused(found.workload, winner) is None
+    assert search.refused(found.workload, winner) is None
     big = "--n-layer 48 --n-embd 10240 --n-head 64 --gpus 64 --gpu a100 --pp 2 --gpus-per-node 1"
     assert "dp 32 x pp 2, ZeRO-3, interleaved" in run(capsys, big)
 
     def on_8(**asked):
         cluster, template = Cluster.of("h100", 8, None), Setup(8, **asked)
         rates, fixed = DatasheetRates(cluster, template), {"pp", *asked}
-        return search(XL, template, rates=rates, limit_bytes=70e9, per_node=8, fixed=fixed)
+        return search.search(XL, template, rates=rates, limit_bytes=70e9, per_node=8, fixed=fixed)
 
     found = on_8()
     grids = [e for e in found if e.setup.mesh.tp_grid is not None]
@@ -402,8 +390,6 @@ def test_8_bit_products_pay_where_they_are_large():
 # Every command that is printed is parsed and built, as Trainer.__init__ builds: model, engine and
 # optimizer, on one real rank of a lone mesh. Only the text is made up: its tokenizer has as many
 # tokens as the command's has.
-
-
 SIZES = {"auto": 4096, "chars": 65, "bytes": 256, "gpt2": 50257}
 
 

@@ -178,9 +178,7 @@ class Layers(Fixed):
         return 0.0 if op.name in ("embedding", "loss") else super().op_s(op)
 
 
-@pytest.mark.parametrize(
-    ("p", "m", "v"), [(1, 1, 1), (4, 4, 1), (4, 16, 1), (8, 8, 2), (16, 200, 1)]
-)
+@pytest.mark.parametrize(("p", "m", "v"), [(1, 1, 1), (4, 4, 1), (4, 16, 1), (8, 8, 2), (8, 99, 1)])
 def test_bubble_of_the_textbook(p, m, v):
     """(p - 1) / m of the time that a stage works; in turns with v parts each, 1 / v of that."""
     shape = replace(SHAPE, n_layer=p * v)
@@ -275,8 +273,6 @@ def test_what_hides():
         found = time_of(workload, setup, Fixed(), ops_of(workload, setup), [comm])
         assert found.parts["tp"] == pytest.approx(expected)
 
-
-# Offload: what the device waits for
 
 ONE = Setup(zero_stage=2, offload="optimizer", grad_accum_steps=8, accumulate="shard")
 

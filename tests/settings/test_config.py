@@ -148,13 +148,9 @@ def test_rates_that_are_not_set_fit_the_run():
 
 def test_times():
     for text, seconds in (
-        ("300", 300),
-        ("300s", 300),
-        ("5m", 300),
-        ("1h30m", 5400),
-        ("1.5h", 5400),
+        ("300", 300), ("300s", 300), ("5m", 300), ("1h30m", 5400), ("1.5h", 5400),
         *((t, 0) for t in ("", "0", "0s", "m", "5x", "5m and", "1e3", "-3s")),
-    ):
+    ):  # fmt: skip
         assert parse_seconds(text) == seconds, text
 
 

@@ -9,17 +9,7 @@ from fastpar.settings import rules
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.files import option
 from fastpar.settings.options import TrainFlags
-from fastpar.settings.rules import (
-    DEFAULTS,
-    NEEDS,
-    PAIRS,
-    RULES,
-    Needs,
-    Term,
-    broken,
-    check,
-    known,
-)
+from fastpar.settings.rules import DEFAULTS, NEEDS, PAIRS, RULES, Needs, Term, broken, check, known
 
 NAN, INF = float("nan"), float("inf")
 FP8 = {"fp8": "all", "fp8_emulate": True, "n_head": 2, "n_embd": 16}

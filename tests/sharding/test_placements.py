@@ -105,9 +105,7 @@ def test_any_axes_against_brute_force(states, counts, data):
     local = {tuple(at.values()): placement.cut(whole, at) for at in places}
     assert {x.shape for x in local.values()} == {placement.local_shapes(shape)[-1]}
 
-    counted = torch.cat(
-        [local[tuple(at.values())].flatten() for at in places if placement.counts(at)]
-    )
+    counted = torch.cat([local[tuple(x.values())].flatten() for x in places if placement.counts(x)])
     assert sorted(counted[counted > 0].tolist()) == whole.flatten().tolist()
 
     for at in places:
@@ -125,20 +123,11 @@ def test_any_axes_against_brute_force(states, counts, data):
     assert set(placement.reduce_axes) == summed
 
 
-# Runs of global indices
-
-
 CUTS = [
-    (Shard(0), (8, 6)),
-    (Shard(1), (4, 8)),
-    (Shard(1), (3, 8, 5)),
-    (Shard(0, groups=3), (24, 5)),
-    (Shard(1, groups=2), (3, 16)),
-    (Shard(0, pad_to=4), (10, 3)),
-    (Shard(0, pad_to=4), (3, 2)),
-    (Shard(1, pad_to=4), (2, 10)),
-    (Shard(0), (4,)),
-]
+    (Shard(0), (8, 6)), (Shard(1), (4, 8)), (Shard(1), (3, 8, 5)), (Shard(0, groups=3), (24, 5)),
+    (Shard(1, groups=2), (3, 16)), (Shard(0, pad_to=4), (10, 3)), (Shard(0, pad_to=4), (3, 2)),
+    (Shard(1, pad_to=4), (2, 10)), (Shard(0), (4,)),
+]  # fmt: skip
 
 
 @settings(max_examples=100)

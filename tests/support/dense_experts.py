@@ -101,9 +101,7 @@ def step(weights, config, batches):
         tokens += int((targets != -100).sum())
     ((total + out["losses"]) / tokens).backward()
     grads = {n: p.grad for n, p in leaves.items() if p.grad is not None}
-    names = sorted(
-        (n for n in weights if n.endswith("router.load")), key=lambda n: int(n.split(".")[1])
-    )
+    names = sorted((n for n in weights if n.endswith(".load")), key=lambda n: int(n.split(".")[1]))
     counts = torch.stack(out["counts"]).view(len(batches), len(names), -1).sum(0)
     for name, count in zip(names, counts):
         weights[name] = count

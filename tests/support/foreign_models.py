@@ -46,9 +46,7 @@ class GPT(NanoGPT):
     """nanoGPT's forward, which gives the loss too."""
 
     def loss(self, logits, targets):
-        return F.cross_entropy(
-            logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1
-        )
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.flatten(), ignore_index=-1)
 
     def forward(self, idx, targets=None):
         x = self.hidden(idx)

@@ -6,7 +6,6 @@ import contextlib
 import random
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -364,35 +363,6 @@ def check_devices_and_threads() -> None:
     assert fake.get("direct") - before == 4 * 38 * 2
 
 
-def print_times() -> None:
-    """Least us of CPU time of a call, backward on the same thread."""
-    x, w, b = (fake.to(rows(*shape)).requires_grad_() for shape in ((8, 64), (64,), (64,)))
-    qkv = fake.to(rows(1, 1024, 3, 4, 64, dtype=torch.bfloat16)).requires_grad_()
-    calls: dict[str, tuple[Call, list[Tensor]]] = {
-        "layer_norm": (kernels.layer_norm, [x, w, b]),
-        "bias_gelu": (kernels.bias_gelu, [x, b]),
-        "attention": (kernels.attention_qkvpacked, [qkv]),
-    }
-
-    def least(call: Call, *args: Any) -> float:
-        found = []
-        for _ in range(20):
-            start = time.thread_time_ns()
-            for _ in range(50):
-                call(*args)
-            found.append((time.thread_time_ns() - start) / 50e3)
-        return min(found)
-
-    def both(fn: Call, inputs: list[Tensor], dy: Tensor) -> None:
-        torch.autograd.grad(fn(*inputs), inputs, dy)
-
-    with torch.autograd.set_multithreading_enabled(False):
-        for name, (fn, inputs) in calls.items():
-            dy = torch.empty_like(fn(*inputs))
-            forward, whole = least(fn, *inputs), least(both, fn, inputs, dy)
-            print(f"{name}: forward {forward:.1f} us, with backward {whole:.1f} us")
-
-
 check_every_case()
 check_parameters()
 check_shared_memory()
@@ -402,4 +372,3 @@ check_what_is_forgotten()
 check_what_is_refused()
 check_errors()
 check_devices_and_threads()
-print_times()

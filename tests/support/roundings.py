@@ -47,9 +47,7 @@ class Roundings(TorchDispatchMode):
         signs = torch.randint(0, 2, size.shape, generator=self.generator, device="cpu")
         return size.nan_to_num(0.0, 0.0, 0.0) * (2.0 * signs - 1.0).to(size)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = func.overloadpacket.__name__.removesuffix("_")

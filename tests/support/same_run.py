@@ -193,31 +193,21 @@ class Layout:
 
     def settings(self, **more: Any) -> dict[str, Any]:
         return {
-            "zero_stage": self.stage,
-            "shard_size": self.shard_size,
+            "zero_stage": self.stage, "shard_size": self.shard_size,
             "accumulate": "full" if self.full else "shard",
             "grad_accum_steps": self.micro if self.accum.startswith("full_") else 1,
-            "deterministic": self.deterministic,
-            "sequence_parallel": self.sequence,
-            "cp_method": self.method,
-            "schedule": self.schedule,
-            "offload": self.offload,
-            "offload_keep_mb": self.keep_mb,
-            "bucket_mb": self.buckets[0],
-            "first_bucket_mb": self.buckets[1],
-            "prefetch": self.prefetch,
-            **self.on_wires,
-            **more,
-        }
+            "deterministic": self.deterministic, "sequence_parallel": self.sequence,
+            "cp_method": self.method, "schedule": self.schedule, "offload": self.offload,
+            "offload_keep_mb": self.keep_mb, "bucket_mb": self.buckets[0],
+            "first_bucket_mb": self.buckets[1], "prefetch": self.prefetch, **self.on_wires, **more,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Program:
     """A model, and what a loop does with it."""
 
-    model: str = (
-        "gpt"  # fastpar.GPT; foreign, foreign tied: a plain model; or a key of EXPERTS or BLOCKS
-    )
+    model: str = "gpt"  # fastpar.GPT; foreign, foreign tied: a plain model; or of EXPERTS or BLOCKS
     precision: str = "fp32"
     dropout: bool = False
     clip: bool = False
@@ -283,9 +273,6 @@ def changed(one: Any) -> str:
     changed = [(f.name, getattr(one, f.name)) for f in fields(one)]
     changed = [(n, v) for n, v in changed if v != getattr(type(one), n)]
     return "-".join(n if v is True else f"{n}={v}" for n, v in changed)
-
-
-# Models
 
 
 class ForeignBlock(nn.Module):
@@ -391,9 +378,6 @@ def build(program: Program, seed: int) -> nn.Module:
     for p in frozen if program.frozen else []:
         p.requires_grad_(False)
     return model.to(FLOATS[program.precision])
-
-
-# The loop
 
 
 def samples(layout: Layout) -> int:
@@ -524,9 +508,7 @@ class Loop:
         return {**found, "start": start, "parameters": parameters}
 
 
-def parallel_model(
-    layout: Layout, program: Program, beside: dict[str, Any], seed: int
-) -> nn.Module:
+def parallel_model(layout: Layout, program: Program, beside: dict, seed: int) -> nn.Module:
     """This rank's. Every rank starts from other weights, which rank 0 replaces."""
     axes, beside = {n: getattr(layout, n) for n in ("dp", "tp", "cp", "ep", "pp")}, dict(beside)
     mesh = Mesh(device="cpu", tp_grid=parse_grid(layout.grid), **axes)
@@ -547,9 +529,7 @@ def parallel_model(
     return recompute(model, layout.recompute)
 
 
-def train(
-    layout: Layout, program: Program, beside: Mapping[str, Any], folder: str | None = None
-) -> dict[str, Any]:
+def train(layout: Layout, program: Program, beside: Mapping, folder: str | None = None) -> dict:
     """This rank's run; folder: of a checkpoint, where it is resumed."""
     model = parallel_model(layout, program, beside, 0)
     start, loop = whole_state(model), Loop(program, layout, model, model)
@@ -610,9 +590,6 @@ def staged_step(loop: Loop, step: int, mine: list[int]) -> float:
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.clone() for name, p in model.state_dict().items()}
-
-
-# The reference
 
 
 def pairwise(values: list[Tensor]) -> Tensor:
@@ -737,9 +714,6 @@ def expected(layout: Layout, program: Program) -> dict[str, Any]:
     return _expected(Layout(stage=stage, **kept), program, program.precision == "fp64")
 
 
-# Comparison
-
-
 def values_of(program: Program, run: dict[str, Any]) -> dict[Any, Tensor]:
     """Every number of a run in fp64: (kind, parameter) -> [steps, ...]."""
     found: dict[Any, Any] = {("parameter", n): p[None] for n, p in run["parameters"].items()}
@@ -830,9 +804,7 @@ def assert_same_bits(result: dict[str, Any], truth: dict[str, Any], who: str) ->
             assert torch.equal(torch.as_tensor(value).view_as(torch.as_tensor(other)), other), name
 
 
-def _assert_within(
-    limits: dict[Any, float], program: Program, results: list[dict], truth: dict[str, Any]
-) -> None:
+def _assert_within(limits: dict, program: Program, results: list[dict], truth: dict) -> None:
     exact, least = values_of(program, truth), 1e-300
     if program.has_experts:  # their oracle is another formula, and Muon steps by singular vectors
         least = 1.0
@@ -853,9 +825,7 @@ def _run_whole(layout: Layout, program: Program) -> dict[str, Any]:
     return {**results[0], "parameters": every}
 
 
-def run(
-    layout: Layout, program: Program, *, backend: str = "threads", **beside: Any
-) -> list[dict[str, Any]]:
+def run(layout: Layout, program: Program, *, backend: str = "threads", **beside: Any) -> list[dict]:
     """The results of all ranks. The limit is for ranks that hang: 8 take 7 s alone."""
     given = (layout, program, beside)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(FORMATS, int8=LOSSLESS):
@@ -878,9 +848,6 @@ def same_run(layout: Layout, program: Program, **beside: Any) -> list[dict[str, 
             for name, p in result["parameters"].items():
                 assert torch.equal(p, whole["parameters"][name]), f"rank {rank}: {name}"
     return results
-
-
-# Which pairs are run
 
 
 _UNTOLD = flat(Parallel())
@@ -996,9 +963,7 @@ def of_row(row: Mapping[str, Any]) -> tuple[Layout, Program]:
     return Layout(**layout), Program(**{n: v for n, v in row.items() if n not in _OF_LAYOUT})
 
 
-def covering(
-    settings: Mapping[str, tuple], seed: int = 0, most: int = 8
-) -> list[tuple[Layout, Program]]:
+def covering(settings: Mapping[str, tuple], seed: int = 0, most: int = 8) -> list[tuple]:
     """Layouts of at most so many ranks and programs, which together have every pair of values."""
     rows = covering_array(settings, lambda row: refused(*of_row(row), most), seed)
     return [of_row(row) for row in rows]

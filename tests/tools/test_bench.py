@@ -56,9 +56,6 @@ def make_bench(tmp_path, name="gelu", **more):
     return Bench(name, "cpu", True, results, clock=CpuClock(), ceilings=ceilings, **more)
 
 
-# The gate
-
-
 def gated(tmp_path, **variants):
     """What becomes of variants of a bias + GELU, by name and direction."""
 
@@ -118,9 +115,6 @@ def test_weights_and_losses_of_another_run_are_refused():
         logs["FSDP2"] = steps.Log(losses=[5.0, loss])
         steps.judge_losses(logs, "DDP")
         assert "losses: expected those of DDP within 0.0001, got" in logs["FSDP2"].refused
-
-
-# Rows
 
 
 def test_a_speed_up_has_the_interval_of_its_median():
@@ -191,8 +185,6 @@ def test_foreign_and_damaged_files_are_refused(tmp_path):
             load(path)
 
 
-# Each runs
-
 # What a machine may lack; torch's flash attention for CPUs has no dropout.
 MISSING = re.compile(r"not installed|No module named|NoLinkError|Ninja|[Cg]\+\+|available kernel")
 QUICKEST = ("embedding", "philox")
@@ -233,22 +225,12 @@ def test_two_commits_take_turns_in_processes_of_their_own(monkeypatch, capsys):
     assert door.main(["compare", "old", "new", "philox", "train", "--quick", "--rounds", "6"]) == 0
     out = capsys.readouterr().out
     assert "| ms | old | new | CPU, old | CPU, new | new, times as fast |" in out
-    assert re.search(
-        r"^\| dropout.*, forward( \| [\d.e-]+){4} \| [\d.]+x \([\d.]+ to", out, re.M
-    ), out
+    assert re.search(r"\n\| dropout.*, forward( \| [\d.e-]+){4} \| [\d.]+x \([\d.]+ to", out), out
     assert "\n| train quick, step |" in out
     assert len(started) == 4
     assert all(process.poll() is not None for process in started)
     assert door.main(["compare", "old", "new", "nothing", "--quick"]) == 2
     assert "compare: nothing cpu quick ended" in capsys.readouterr().err
-
-
-def test_a_commit_that_is_none_is_refused(capsys):
-    assert door.main(["compare", "no-such-commit", "HEAD"]) == 2
-    assert "compare: expected a commit, got no-such-commit; " in capsys.readouterr().err
-
-
-# The door
 
 
 def test_bad_arguments_are_refused_in_one_line(capsys):
@@ -257,6 +239,7 @@ def test_bad_arguments_are_refused_in_one_line(capsys):
         ("gelu --quick --commit-results", "bench: expected full shapes and no --out"),
         ("tune everything", "tune: expected a part of a place's name, got names=everything"),
         ("tune --device cpu", "tune: expected a GPU, got device=cpu, whose kernels have no tables"),
+        ("compare no-such-commit HEAD", "compare: expected a commit, got no-such-commit; "),
         ("ingest nothing.json", "expected a report.json of bench/gpu.sh, got path=nothing.json"),
     ]
     if not torch.cuda.is_available():
@@ -266,9 +249,6 @@ def test_bad_arguments_are_refused_in_one_line(capsys):
         error = capsys.readouterr().err
         assert why in error
         assert error.count("\n") == 1
-
-
-# The report
 
 
 def test_a_table_is_written_between_its_markers_from_the_newest_rows(tmp_path):
@@ -304,9 +284,6 @@ def test_the_committed_tables_are_what_the_results_say():
     assert report.main(["--check"]) == 0
 
 
-# Runs of others
-
-
 def test_the_planner_is_within_a_fifth_of_what_others_reported():
     rows = list(published())
     assert len(rows) == 10 + 8 + 2 + 6
@@ -332,9 +309,6 @@ def test_every_place_that_is_tuned_changes_what_runs(arch, sms):
         if entry.table.name == "attention_configs" and entry.case.size == 64:
             present, *others = entry.configs(arch).values()
             assert launched(entry, present) != launched(entry, others[0]), entry.name
-
-
-# Cells of bench/gpu.sh
 
 
 def test_a_report_becomes_results_and_a_rehearsal_does_not(tmp_path, capsys):
@@ -398,9 +372,7 @@ def test_a_late_cell_says_how_far_it_came_and_takes_nothing_from_the_next(tmp_pa
     )
     cells = [
         gpu_cells.Cell("a", come_half_way, 90, "prove"),  # ends with its stage
-        gpu_cells.Cell(
-            "b", lambda: time.sleep(1.5), 1, "large"
-        ),  # from when it starts; twice on CPUs
+        gpu_cells.Cell("b", lambda: time.sleep(1.5), 1, "large"),  # from its start; twice on CPUs
         gpu_cells.Cell("c", come_half_way, 1, "large"),
         gpu_cells.Cell("d", lambda: None, 1, "tune"),
     ]
@@ -423,45 +395,28 @@ def test_a_late_cell_says_how_far_it_came_and_takes_nothing_from_the_next(tmp_pa
 
 
 def test_a_cell_whose_device_code_was_found_right_is_not_run(tmp_path, monkeypatch):
-    rows = [
-        {"cell": "gelu 8", "status": "ok", "code": "abc"},
-        {"cell": "norm 8", "status": "wrong", "code": "abc"},
-    ]
+    found = {"gelu 8": "ok", "norm 8": "wrong"}
+    rows = [{"cell": name, "status": status, "code": "abc"} for name, status in found.items()]
     (tmp_path / "gpu_2026.json").write_text(json.dumps({"cells": rows}))
-    known = gpu_checks.known_code(tmp_path)
-    run = SimpleNamespace(quick=False, device="cuda", known=known)
+    run = SimpleNamespace(quick=False, device="cuda", known=gpu_checks.known_code(tmp_path))
     monkeypatch.setattr(gpu_checks, "RUN", run)
     monkeypatch.setattr(gpu_checks, "device_code", lambda cases: "abc")
-    result = {"shown": "ran"}
-    found = gpu_checks.unless_known("gelu 8", [], lambda: result)
+    found, result = gpu_checks.unless_known("gelu 8", [], None), {"shown": "ran"}
     assert found["status"] == "proven"
     assert "gpu_2026.json: not run" in found["shown"]
     assert gpu_checks.unless_known("norm 8", [], lambda: result) is result
     assert gpu_checks.unless_known("gelu 8", [], lambda: result, "torch 7") is result
 
 
-PTX = """.version 8.7
-.entry k(
- .param .u64 a)
-{
-{line} mov.u32 %r1, 7;
-}
-{file}
- .section .debug_info
- {{ .b8 {line_number} }}
-"""
-
-
 def test_comments_and_lines_of_a_source_are_no_device_code():
-    texts = [
-        PTX.replace("{line}", f" .loc 1 {n} 0\n$L__tmp{n}:\n").replace("{file}", f' .file "{n}"')
-        for n in (3, 77)
-    ]
-    assert texts[0] != texts[1]
-    first, second = map(gpu_checks.without_debug, texts)
-    assert first == second
+    def ptx(n, value=7):
+        code = f" .loc 1 {n} 0\n$L__tmp{n}:\n mov.u32 %r1, {value};\n"
+        return f'.entry k()\n{{\n{code}}}\n .file "{n}"\n .section .debug_info\n .b8 {n}\n'
+
+    first = gpu_checks.without_debug(ptx(3))
+    assert first == gpu_checks.without_debug(ptx(77))
     assert "mov.u32 %r1, 7" in first
-    assert gpu_checks.without_debug(texts[0].replace(", 7", ", 8")) != first
+    assert gpu_checks.without_debug(ptx(3, 8)) != first
 
 
 CARRIED = """

@@ -53,9 +53,7 @@ QUIET, BUSY, WAITING = "1 0 1 8 0 0 0 0 0 0", "3 2 1 1 0 1 1 1 3 2", "0 0 0 2 8 
     ("row0", "row1", "busy"),
     [(QUIET, QUIET, 0.4), (BUSY, QUIET, 1.1), (BUSY, BUSY, 1.8), (WAITING, WAITING, 0.0)],
 )
-def test_threads_sleep_where_other_work_is_on_the_cores(
-    row0, row1, busy, tmp_path, monkeypatch, capsys
-):
+def test_threads_sleep_where_cores_have_other_work(row0, row1, busy, tmp_path, monkeypatch, capsys):
     stat, zeros = tmp_path / "stat", " ".join("0" * 10)
     before = STAT.format(zeros, zeros, zeros, zeros)
     after = STAT.format(BUSY, row0, row1, BUSY)  # core 10 is none of this process's

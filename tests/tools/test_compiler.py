@@ -8,8 +8,6 @@ from bench.compiler import aot, aot_table, cuda_check, sass
 from bench.compiler.aot_rules import WHOLE, judge
 from bench.compiler.sass import Instruction
 
-# Rules
-
 GOOD = {
     **dict.fromkeys(aot_table.COUNTS, 0),
     **{"module": "toy", "kernel": "_toy_kernel", "calls": ["fwd bf16", "fwd fp16"]},
@@ -59,9 +57,6 @@ def test_each_rule_can_be_broken(rule, row, change):
     assert rules_broken({**row, **change}) == [rule] * bool(rule)
 
 
-# make aot
-
-
 def test_the_committed_table_covers_every_module():
     committed = aot_table.load(aot.TABLE)
     assert aot.MINIMUM in committed["triton"]
@@ -73,9 +68,6 @@ def test_the_committed_table_covers_every_module():
             assert {row["module"] for row in rows if row["arch"] == arch} == wanted
     for row in committed["rows"]:
         assert set(rules_broken(row)) <= set(row["exempt"]), row
-
-
-# make cuda-check
 
 
 def cuda_row(*opcodes):

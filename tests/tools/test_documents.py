@@ -90,7 +90,6 @@ def test_a_command_of_a_guide_runs(line, folder):
 
 
 # The README: its code runs, its links lead somewhere, its figures are results
-
 README = (ROOT / "README.md").read_text()
 GPUS = README.split("## GPUs")[1].split("\n## ")[0]
 
@@ -141,8 +140,6 @@ def test_the_figures_of_gpus_are_results():
 
 def test_the_times_of_the_first_screen_are_results():
     """A step of AdamW with clipping; `python -m bench report` writes the table that has them."""
-    found = re.search(
-        r"take ([\d.]+) ms on a 2-core AMD CPU;.*?take ([\d.]+) ms", README, re.DOTALL
-    )
+    found = re.search(r"take ([\d.]+) ms on a 2-core AMD CPU;.*?take ([\d.]+) ms", README, re.S)
     cell = f"| {found[1]}; clip_grad_norm_ + torch fused + casts {found[2]} ("
     assert cell in (ROOT / "bench/results/README.md").read_text()

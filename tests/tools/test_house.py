@@ -216,9 +216,7 @@ def test_no_tensor_follows_the_default_dtype_or_device(package):
 
 def test_each_collective_has_one_home():
     """The engine's, those of a transport, and set-up in the mesh; nowhere else."""
-    verbs = re.compile(
-        r"dist\.(all_reduce|reduce_scatter\w*|all_gather\w*|all_to_all\w*|broadcast)\b"
-    )
+    verbs = re.compile(r"dist\.(all_reduce|reduce_scatter\w*|all_(gather|to_all)\w*|broadcast)\b")
     for path in sources("fastpar"):
         if verbs.search(path.read_text()):
             assert path.stem in ("transports", "mesh"), path.name
@@ -241,9 +239,7 @@ def test_public_functions_have_docstrings():
             tree = parsed(path)
             assert ast.get_docstring(tree) or path.stem == "__main__", path
             for node in tree.body:
-                public = isinstance(
-                    node, ast.FunctionDef | ast.ClassDef
-                ) and not node.name.startswith("_")
+                public = isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
                 if public and package != "bench" and not node.name.endswith(("_fwd", "_bwd")):
                     assert ast.get_docstring(node), f"{path.name}: {node.name}"
 
@@ -324,9 +320,7 @@ def is_module_or_name(dotted_name: str) -> bool:
 def test_what_documents_and_comments_name_exists():
     """Files by any end of their path, modules and names in them, tests, titles of notes."""
     files = [p.relative_to(ROOT).as_posix() for p in tracked()]
-    ends = {
-        "/".join(parts[k:]) for parts in (f.split("/") for f in files) for k in range(len(parts))
-    }
+    ends = {"/".join(p[k:]) for p in (file.split("/") for file in files) for k in range(len(p))}
     texts = {
         path: prose(path)
         for path in tracked()

@@ -136,9 +136,6 @@ def test_an_editable_install_leaves_the_module_out_and_takes_it_in_again(tmp_pat
     assert (kernels / "_C.py").exists()  # a wheel's build leaves the checkout as it is
 
 
-# .ci/torch
-
-
 FAKE_PIP = """#!/bin/sh
 echo "$@"
 case "$*" in

@@ -157,12 +157,9 @@ def test_what_is_captured_and_said(here, captured, monkeypatch):
         return trainer._facts.get("graphs", "")
 
     for ranks, changes, expected in (
-        (1, {}, "of the whole step"),
-        (1, {"cuda_graphs": False}, ""),
-        (1, {"optimizer": "muon"}, ""),
-        (1, {"activation_checkpointing": "full"}, ""),
-        (2, {}, ""),
-    ):
+        (1, {}, "of the whole step"), (1, {"cuda_graphs": False}, ""),
+        (1, {"optimizer": "muon"}, ""), (1, {"activation_checkpointing": "full"}, ""), (2, {}, ""),
+    ):  # fmt: skip
         assert run_ranks(said, ranks, changes)[0] == expected, changes
     with pytest.raises(ValueError, match=r"no CUDA graph can hold these steps: .* own: shm"):
         run_ranks(said, 2, {"cuda_graphs": True})

@@ -53,9 +53,7 @@ def train(stage, cuda_graphs, parts, dtype, settings):
     parallelize(model, mesh, layout, grad_dtype=torch.float32, debug=debug)
     masters = dtype != torch.float32
     optimizer = AdamW(model.parameters(), lr=2.0**-7, master_weights=masters, max_grad_norm=1.0)
-    step = graphed(
-        lambda x, key: model(x, x, rng_key=key), model, optimizer, cuda_graphs=cuda_graphs
-    )
+    step = graphed(lambda x, k: model(x, x, rng_key=k), model, optimizer, cuda_graphs=cuda_graphs)
     assert step.why == ("" if cuda_graphs else "cuda_graphs=False")
     found = []
     for i in range(7):
@@ -80,17 +78,13 @@ def train(stage, cuda_graphs, parts, dtype, settings):
 
 
 LAYOUTS = [
-    slow(2, 0, 1, torch.float32, {}),
-    (2, 0, 2, torch.bfloat16, {}),
-    slow(2, 1, 2, torch.float32, {}),
-    (2, 1, 1, torch.bfloat16, {}),
+    slow(2, 0, 1, torch.float32, {}), (2, 0, 2, torch.bfloat16, {}),
+    slow(2, 1, 2, torch.float32, {}), (2, 1, 1, torch.bfloat16, {}),
     slow(2, 2, 1, torch.float32, {}),
     (2, 2, 2, torch.bfloat16, {"accumulate": "full", "grad_accum_steps": 2}),
-    (2, 3, 2, torch.float32, {}),
-    slow(2, 3, 1, torch.bfloat16, {}),
-    (4, 2, 1, torch.float32, {"shard_size": 2}),
-    slow(4, 3, 2, torch.float32, {"shard_size": 2}),
-]
+    (2, 3, 2, torch.float32, {}), slow(2, 3, 1, torch.bfloat16, {}),
+    (4, 2, 1, torch.float32, {"shard_size": 2}), slow(4, 3, 2, torch.float32, {"shard_size": 2}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("ranks", "stage", "parts", "dtype", "settings"), LAYOUTS)

@@ -1,8 +1,6 @@
 """The same run at every layout; experts, fp8, averages, documents, replicas, states on the host."""
 
-import functools
 import json
-import math
 import re
 import signal
 from pathlib import Path
@@ -12,7 +10,6 @@ import pytest
 import torch
 from cells import slow
 from fake_streams import poisoned
-from same_run import covering_array
 from train_runs import FEW, STORAGE, Runs, bits, check_same, curve, flags_of, forget_after, steps
 
 from fastpar import engine_of, parallelize, pipeline_step
@@ -31,7 +28,6 @@ from fastpar.models.hf import load_hf, save_hf
 from fastpar.nn import recompute
 from fastpar.predict import run as capacity
 from fastpar.predict.memory import activations_on_host
-from fastpar.settings import rules
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
@@ -47,6 +43,8 @@ FP8 = {"n_layer": 2, "fp8": "all", "fp8_emulate": True}
 DELAYED = {**FP8, "fp8_scaling": "tensor", "fp8_weight_gradient": "fp8"}
 DOCUMENTS = {"data": "texts", "pack": "documents", "tokenizer": "bpe-300", "n_layer": 4}
 DOCUMENTS |= {"micro_batch_size": 1, "dropout": 0.1}
+MUON = {"optimizer": "muon", "muon_lr": 1e-3}
+NANOCHAT = {"model": "nanochat-tiny", **MUON}
 # What a run trains, however it is shared: with dropout and clipping.
 BASES = {
     "dense": {},
@@ -54,6 +52,7 @@ BASES = {
     "deep, rounding": {"n_layer": 3, **STORAGE[1]},
     "average, bf16": {"ema": 0.3, "dtype": "bf16", "master_weights": "remainder"},
     "muon": {"n_layer": 3, "optimizer": "muon", "ema": 0.3},
+    "nanochat": {**NANOCHAT, "n_layer": 3, "dropout": 0.1},
     "experts": EXPERTS,
     "experts, rounding": {**EXPERTS, "dtype": "bf16", "stochastic_rounding": True},
     "fp8": FP8,
@@ -84,6 +83,7 @@ LAYOUTS = [
     slow("deep, rounding", 2, {"pp": 2}),  # both copies of the tied table are rounded alike
     ("average, bf16", 2, Z3),
     slow("muon", 2, {"pp": 2, "pp_split": "0,3", **Z1}),  # a stage without a layer
+    slow("nanochat", 4, stages("interleaved", **Z2, **SELECTIVE)),
     ("experts", 2, {"ep": 2, **Z3}),
     slow("experts", 4, {"ep": 2, "pp": 2, **Z1}),
     slow("experts, rounding", 4, {"ep": 4, **Z2, "shard_size": 4}),
@@ -193,7 +193,6 @@ def train_in_fp64(changes):
     return torch.cat(found)
 
 
-MUON = {"optimizer": "muon", "muon_lr": 1e-3}
 ALONE = {}  # what one process found, by settings
 
 
@@ -208,6 +207,9 @@ ALONE = {}  # what one process found, by settings
         slow(MUON, 4, {"cp": 2, "tp": 2}),
         slow(EXPERTS, 4, {"cp": 2, "cp_method": "keys", "ep": 2, **Z2}),
         slow(DOCUMENTS, 4, {"cp": 2, "tp": 2, "cp_method": "keys"}),
+        slow(NANOCHAT, 4, {"cp": 2, "tp": 2, **Z1}),
+        slow({"model": "llama-tiny", **MUON}, 8, {"tp": 4, "pp": 2, "micro_batch_size": 1}),
+        slow({"model": "qwen3-tiny"}, 4, {"cp": 2, "cp_method": "keys", "tp": 2, **FULL}),
     ],
     ids=name,
 )
@@ -223,64 +225,6 @@ def test_split_layers_have_the_curve_of_one_process(here, monkeypatch, settings,
     found = run_ranks(train_in_fp64, ranks, {**settings, **layout})
     assert all(torch.equal(x, found[0]) for x in found)
     torch.testing.assert_close(found[0], ALONE[key], rtol=1e-12, atol=0)
-
-
-BLOCKS = {
-    "dp": (1, 2, 4),
-    "zero_stage": (0, 1, 2, 3),
-    "tp": (1, 2, 4),  # of two heads of keys
-    "sequence_parallel": (None, False),
-    "cp": (1, 2),
-    "cp_method": ("heads", "keys"),
-    "pp": (1, 2),
-    "schedule": ("1f1b", "gpipe", "interleaved"),
-    "activation_checkpointing": ("none", "selective", "full"),
-    "optimizer": ("adamw", "muon"),
-    "dropout": (0.0, 0.1),
-    "deterministic": (True, False),
-}
-FIRST = {name: values[0] for name, values in BLOCKS.items()}
-ONE = ("optimizer", "dropout", "deterministic")  # what a run of one process has, too
-
-
-def refused_row(row):
-    """Also what does nothing alone."""
-    on = {name for name, value in row.items() if value != FIRST[name]}
-    idle = {"cp_method": "cp", "schedule": "pp", "sequence_parallel": "tp", "zero_stage": "dp"}
-    axes = {"dp", "tp", "cp", "pp"}
-    ranks = math.prod(row[axis] for axis in axes)
-    if ranks > 8 or any(name in on and other not in on for name, other in idle.items()):
-        return True
-    values = {**TrainConfig().settings(), **row, "dtype": "fp32"}
-    values |= rules.of_shape(GPTConfig.preset("llama-tiny"))
-    return len(on & axes) > 3 or any(rules.broken("train", values))
-
-
-@functools.cache
-def rows_of_blocks():
-    alone = [{**FIRST, "dp": 2 + 2 * (stage % 2), "zero_stage": stage} for stage in range(4)]
-    return [*alone, *covering_array(BLOCKS, refused_row, seed=1)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "every"), [("nanochat-tiny", 1), ("llama-tiny", 4), ("qwen3-tiny", 4)]
-)
-def test_todays_blocks_are_one_run(made, model, every):
-    """Rounding leaves a relative 2e-6 of a loss in fp32, as fastpar/train/README.md has it; nothing
-    where only data is split in deterministic mode."""
-    layouts = rows_of_blocks()
-    assert len(layouts) >= 20
-    for row in layouts[::every]:
-        given = {**FEW, "model": model, **dict.fromkeys(("n_layer", "n_head", "n_embd"))}
-        given |= {"block_size": None, "num_samples": 0, "micro_batch_size": 1}
-        one = steps(made(1, **{**given, **{name: row[name] for name in ONE}}))
-        layout = {n: v for n, v in row.items() if n != "dp"}
-        ranks = row["dp"] * row["tp"] * row["cp"] * row["pp"]
-        both = zip(steps(made(ranks, **{**given, **layout})), one, strict=True)
-        apart = max(abs(found["loss"] / wanted["loss"] - 1) for found, wanted in both)
-        exact = row["deterministic"] and row["dp"] == ranks
-        assert apart <= (0.0 if exact else 2e-6), (row, apart)
 
 
 SHAPE = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=130, dropout=0.5)
@@ -439,8 +383,6 @@ def test_devices_that_fp8_refuses(here, capsys, monkeypatch):
     assert pick_dtype(config, mesh, None) == "bf16"
 
 
-# Averages of the weights
-
 AVERAGED = {**SAME, "save_every": 1, "eval_every": 2, "ema": 0.3}
 
 
@@ -479,8 +421,6 @@ def test_a_run_that_stops_averaging(made):
     made.go_on(out, **without)
     assert bits(out, 4) == bits(made(**without), 4)
 
-
-# Documents in rows
 
 PACKED = {**SAME, "data": "texts", "pack": "documents", "tokenizer": "bpe-300"}
 
@@ -526,8 +466,6 @@ def test_positions_that_are_refused():
     with pytest.raises(ValueError, match=r"positions of idx's shape \[1, 8\], got positions=\[8\]"):
         pipeline_step(model, x, x, positions=torch.arange(8))
 
-
-# Replicas that meet now and then
 
 APART = {**FEW, "max_steps": 6, "eval_every": 6, "save_every": 1}
 EVERY = {"outer_every": 3}
@@ -598,9 +536,6 @@ def test_another_number_of_replicas(here, before, after):
     assert len(losses) == 9
     assert losses[8] < losses[0]
     assert all(bits(f"run/replica_{i}", 9) for i in range(1, after))
-
-
-# States and activations on the host
 
 
 def test_bytes_of_blocks_inputs_on_the_host(here, bus, monkeypatch):
