@@ -51,21 +51,9 @@ FAMILIES = {
     "data": {
         "dp": (1, 2, 3, 4), "stage": STAGES, "shard_size": (None, 2),
         "accum": ("shard_1", "shard_2", "shard_4", "full_2", "full_4", "no_sync_2", "local_4"),
-<<<<<<< HEAD
-        "deterministic": BOTH,
-        "model": ("gpt", "foreign", "foreign tied", *Program.BLOCKS),
-        "precision": ("fp32", "bf16", "fp16"),
-        "recompute": RECOMPUTE,
-        "clip": BOTH,
-        "frozen": BOTH,
-        "dropout": BOTH,
-        "offload": HOST,
-        "keep_mb": (0.0, 0.015),  # below the least state of a rank
-=======
         "deterministic": BOTH, "model": ("gpt", "foreign", "foreign tied", *Program.BLOCKS),
         "precision": ("fp32", "bf16", "fp16"), "recompute": RECOMPUTE, "clip": BOTH, "frozen": BOTH,
-        "dropout": BOTH, "offload": HOST, "keep_mb": (0.0, 0.02),
->>>>>>> 5601cc9dac06fba846f4d58de0a33c16652a79e6
+        "dropout": BOTH, "offload": HOST, "keep_mb": (0.0, 0.015),  # below the least state of a rank
         "buckets": ((0.015, 0.003), (1e-6, 1e-6), (0.005, 0.03), (None, 1.0)),
         "prefetch": (1, 0, 3), "units": (None, "layers", "blocks"), "watched": BOTH,
         "wire": (None, *Layout.WIRES), "inference": BOTH, "resumed": BOTH,

@@ -5,11 +5,8 @@ import warnings
 
 import pytest
 import torch
-<<<<<<< HEAD
-from roundings import differences
-=======
 import transformers
->>>>>>> 5601cc9dac06fba846f4d58de0a33c16652a79e6
+from roundings import differences
 from torch import nn
 
 import fastpar
