@@ -53,7 +53,8 @@ FAMILIES = {
         "accum": ("shard_1", "shard_2", "shard_4", "full_2", "full_4", "no_sync_2", "local_4"),
         "deterministic": BOTH, "model": ("gpt", "foreign", "foreign tied", *Program.BLOCKS),
         "precision": ("fp32", "bf16", "fp16"), "recompute": RECOMPUTE, "clip": BOTH, "frozen": BOTH,
-        "dropout": BOTH, "offload": HOST, "keep_mb": (0.0, 0.015),  # below the least state of a rank
+        # 0.015 MiB: less than any rank keeps.
+        "dropout": BOTH, "offload": HOST, "keep_mb": (0.0, 0.015),
         "buckets": ((0.015, 0.003), (1e-6, 1e-6), (0.005, 0.03), (None, 1.0)),
         "prefetch": (1, 0, 3), "units": (None, "layers", "blocks"), "watched": BOTH,
         "wire": (None, *Layout.WIRES), "inference": BOTH, "resumed": BOTH,
