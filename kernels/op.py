@@ -96,20 +96,9 @@ class Op:
         def forward(*inputs):
             return self.complete(self(*inputs), inputs)
 
-        def vmap(info, in_dims, *args):
-            results = []
-            for i in range(info.batch_size):
-                slices = (
-                    a.select(d, i) if isinstance(a, Tensor) and d is not None else a
-                    for a, d in zip(args, in_dims)
-                )
-                results.append(self._transformed.apply(*slices))
-            if isinstance(results[0], Tensor):
-                return torch.stack(results), 0
-            return tuple(map(torch.stack, zip(*results))), (0,) * len(results[0])
-
         return _function(
-            self.name, forward=forward, vmap=vmap, backward=lambda *args: self.backward(*args),
+            self.name, forward=forward, vmap=_loop(lambda *args: self._transformed.apply(*args)),
+            backward=lambda *args: self.backward(*args),
             setup_context=lambda *args: self.setup_context(*args),
         )  # fmt: skip
 
@@ -125,6 +114,24 @@ def _resolved(x: Tensor) -> Tensor:
 def _function(name: str, **methods: Callable[..., Any]) -> Any:
     static = {key: staticmethod(method) for key, method in methods.items()}
     return type(name, (torch.autograd.Function,), static)
+
+
+def _loop(call: Callable[..., Any]) -> Callable[..., Any]:
+    """vmap of a call: once for each sample."""
+
+    def vmap(info, in_dims, *args):
+        results = []
+        for i in range(info.batch_size):
+            slices = (
+                a.select(d, i) if isinstance(a, Tensor) and d is not None else a
+                for a, d in zip(args, in_dims)
+            )
+            results.append(call(*slices))
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        return tuple(map(torch.stack, zip(*results))), (0,) * len(results[0])
+
+    return vmap
 
 
 def _kind(a: Any) -> Any:
@@ -319,20 +326,7 @@ def define_kernels(
     for key in ("SparseCPU", "SparseCsrCPU", "MkldnnCPU"):  # the first: python() of node.h
         _library.impl(name, run, key)
     torch.library.register_fake(op, fake, lib=_library)
-
-    def vmap(info, in_dims, *args):
-        results = []
-        for i in range(info.batch_size):
-            slices = (
-                a.select(d, i) if isinstance(a, Tensor) and d is not None else a
-                for a, d in zip(args, in_dims)
-            )
-            results.append(op(*slices))
-        if isinstance(results[0], Tensor):
-            return torch.stack(results), 0
-        return tuple(map(torch.stack, zip(*results))), (0,) * len(results[0])
-
-    torch.library.register_vmap(op, vmap, lib=_library)
+    torch.library.register_vmap(op, _loop(op), lib=_library)
     return op
 
 

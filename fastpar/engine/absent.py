@@ -438,7 +438,8 @@ class Marks:
         Args:
             fired: a parameter that already has its next gradient from autograd.
         """
-        cleared, zeroed = set(), []
+        cleared: set[int] = set()
+        zeroed: list[int] = []
         with torch._C.DisableTorchFunctionSubclass():
             grads = [self._params[position].grad for position in self._marks]
         if all(map(operator.is_, grads, self._marks.values())) and not self.hidden:

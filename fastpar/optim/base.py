@@ -361,12 +361,14 @@ class EngineOptimizer(torch.optim.Optimizer):
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Like torch's, for main gradients and shards too: of this optimizer's parameters."""
-        alone = self.__dict__.get("_alone")
-        if alone and set_to_none and not torch.autograd._profiler_enabled():
-            for p in alone:
-                p.grad = None
-        elif alone:
-            plain(torch.optim.Optimizer.zero_grad)(self, set_to_none)
+        params, owners, *_ = self.members()
+        if not set_to_none or torch.autograd._profiler_enabled():
+            if None in owners:
+                plain(torch.optim.Optimizer.zero_grad)(self, set_to_none)
+        else:
+            for p, owner in zip(params, owners):
+                if owner is None:
+                    p.grad = None
         for engine in self.engines():
             engine.zero_grad(set_to_none, of=self)
 
