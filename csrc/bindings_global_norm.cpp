@@ -33,7 +33,9 @@ int64_t* words_of(const Memory& words) {
 void bind_global_norm(py::module_& m) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   m.attr("norm_words") = kNormWords;
-  m.def("are_usual", [](const Rows& tensors) { return tensors.are_usual(); });
+  m.def("are_usual", [](const Rows& tensors, size_t from) {
+    return from <= tensors.size && Rows{tensors.first + from, tensors.size - from}.are_usual();
+  });
   m.def(
       "norm_bins",
       [](const Rows& tensors, const std::vector<bool>& counted, const Memory& words, int threads) {

@@ -689,7 +689,7 @@ class CountedSteps:
         server = _server(like, [])
         if server is None:
             return False
-        lists = used, self._kept.rows(), self._given, True
         numbers = flatten_hypers(hypers, like.device)
+        lists = used, self._kept.rows(), self._given, True
         how = *self.places, *numbers, maximize, grad_scale, found_inf, seed
         return _launch(server, like, lists, zero_grad, *how)

@@ -26,9 +26,9 @@ def goes_at_once(tensors: Iterable[Tensor]) -> bool:
     return _C is not None and is_eager() and {*map(type, tensors)} <= _PLAIN
 
 
-def are_usual(rows: Tensor) -> bool:
-    """Whether rows are of contiguous fp32, bf16 or fp16 of one device in memory."""
-    return _C.are_usual(rows)
+def are_usual(rows: Tensor, first: int = 0) -> bool:
+    """Whether rows from `first` on are of contiguous fp32, bf16 or fp16 of one device in memory."""
+    return _C.are_usual(rows, first)
 
 
 class Kept:

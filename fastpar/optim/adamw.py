@@ -56,6 +56,7 @@ from fastpar.optim.state import (
 
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 _HOST = torch.device("cpu")
+_NUMBERS = {float, int}
 
 
 class _Plan(NamedTuple):
@@ -297,10 +298,10 @@ class AdamW(EngineOptimizer):
         hypers: list[Hyper] = []
         for i in plan.used:
             group = self.param_groups[i]
-            values = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
-            if any(isinstance(value, Tensor) for value in values):
+            values = group["lr"], *group["betas"], group["eps"], group["weight_decay"], 1.0
+            if not {*map(type, values)} <= _NUMBERS:
                 return False
-            hypers.append(Hyper._make((*values, 1.0)))
+            hypers.append(Hyper._make(values))
         zeroes, seed = self.zero_grad_in_step, self.seed if self.storage.random else None
         table = rows.table(zero_grad=zeroes)
         how = hypers, factor, found_inf, plan.kinds[0][0], zeroes, seed

@@ -262,11 +262,10 @@ class Rows:
                 self._read = rows_of(both, len(both) if zero_grad else len(self))
         return self._read
 
-    def usual_grads(self, *, zero_grad: bool = False) -> Tensor | None:
-        """The rows of the gradients, if they are usual."""
+    def have_usual_grads(self, *, zero_grad: bool = False) -> bool:
+        """Whether the table's gradients are contiguous fp32, bf16 or fp16 of one device."""
         table = self.table(zero_grad=zero_grad)
-        rows = None if table is None else table[len(self) :]
-        return rows if rows is not None and are_usual(rows) else None
+        return table is not None and are_usual(table, len(self))
 
     @classmethod
     def of(cls, rows: Rows | Iterable[Row]) -> Rows:
@@ -458,7 +457,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         rows = Rows((params, pieces, grads, groups, range(n), starts, owners))
         if any(map(operator.is_, grads, itertools.repeat(None))):
             rows = Rows.of(row for row in rows if row.grad is not None)
-        if rows.usual_grads(zero_grad=self.zero_grad_in_step) is None:
+        if not rows.have_usual_grads(zero_grad=self.zero_grad_in_step):
             for grad in rows.grads:
                 if grad.layout != torch.strided:
                     raise RuntimeError(
@@ -560,11 +559,11 @@ class EngineOptimizer(torch.optim.Optimizer):
             return torch.ones((), device=device, dtype=torch.float32) / loss_scale, known
         max_norm = None if limit == math.inf else limit
         parts = {e for e in engines if e.steps_pieces}
-        usual = None if parts or bins else rows.usual_grads(zero_grad=self.zero_grad_in_step)
         norm = None
-        if usual is not None:
-            like = rows.grads[0]
-            norm = norm_of_rows(usual, like, max_norm=max_norm, loss_scale=loss_scale)
+        table = None if parts or bins else rows.table(zero_grad=self.zero_grad_in_step)
+        if table is not None and are_usual(table, len(rows)):
+            how = {"max_norm": max_norm, "loss_scale": loss_scale}
+            norm = norm_of_rows(table[len(rows) :], rows.grads[0], **how)
         if norm is None:
             whole = [row.grad for row in rows if row.engine not in parts] if parts else rows.grads
             norm = _norm(whole, bins, device, max_norm=max_norm, loss_scale=loss_scale)

@@ -36,6 +36,7 @@ from __future__ import annotations
 import contextlib
 import copy as copy_module
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -55,6 +56,7 @@ from fastpar.optim.state import (
 )
 
 _SHAPES, _STEPS = ((32, 32), (16, 32)), 32  # of the trial
+_TRIAL = threading.Lock()  # it seeds generators that all threads share
 _OURS = {"master_weight", "master_remainder", *OF_WEIGHTS, *COUNTS} - {"step"}
 # Without LBFGS, SparseAdam, Adafactor and Muon.
 _NAMES = "SGD Adam AdamW NAdam RAdam Adamax RMSprop Adagrad Adadelta ASGD Rprop"
@@ -291,7 +293,7 @@ class Sharded(EngineOptimizer):
         if device.type == "cuda":
             on_gpu = [torch.cuda.current_device() if device.index is None else device.index]
             generators += [torch.cuda.default_generators[i] for i in on_gpu]
-        with torch.random.fork_rng(on_gpu), _one_thread(params):
+        with _TRIAL, torch.random.fork_rng(on_gpu), _one_thread(params):
             for xs in of_runs:
                 inners.append(self._build([{**options, "params": xs}]))
             before = {k: repr(v) for k, v in _options(inners[0].param_groups[0]).items()}
