@@ -299,7 +299,8 @@ class AdamW(EngineOptimizer):
         for i in plan.used:
             group = self.param_groups[i]
             values = group["lr"], *group["betas"], group["eps"], group["weight_decay"], 1.0
-            if not {*map(type, values)} <= _NUMBERS:
+            usual = {*map(type, values)} <= _NUMBERS
+            if not usual and any(isinstance(value, Tensor) for value in values):
                 return False
             hypers.append(Hyper._make(values))
         zeroes, seed = self.zero_grad_in_step, self.seed if self.storage.random else None
