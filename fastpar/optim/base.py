@@ -562,8 +562,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         norm = None
         table = None if parts or bins else rows.table(zero_grad=self.zero_grad_in_step)
         if table is not None and are_usual(table, len(rows)):
-            how = {"max_norm": max_norm, "loss_scale": loss_scale}
-            norm = norm_of_rows(table[len(rows) :], rows.grads[0], **how)
+            own, like = table[len(rows) :], rows.grads[0]
+            norm = norm_of_rows(own, like, max_norm=max_norm, loss_scale=loss_scale)
         if norm is None:
             whole = [row.grad for row in rows if row.engine not in parts] if parts else rows.grads
             norm = _norm(whole, bins, device, max_norm=max_norm, loss_scale=loss_scale)
