@@ -89,9 +89,9 @@ void swap(const py::list& uses, const py::sequence& before, const py::sequence& 
   }
 }
 
-// kernels/lists.py have(): many dicts and lists compared in one call.
-bool have(const py::dict& table, const py::list& keys, const py::list& values, const py::list& of,
-          const py::list& names, const py::list& columns) {
+// kernels/lists.py same_entries(): many dicts and lists compared in one call.
+bool same_entries(const py::dict& table, const py::list& keys, const py::list& values,
+                  const py::list& of, const py::list& names, const py::list& columns) {
   if (table.size() != keys.size() || keys.size() != values.size()) return false;
   PyObject *key, *value;
   Py_ssize_t next = 0;
@@ -121,7 +121,7 @@ void bind_ops(py::module_& m) {
   m.def("set_isa", &set_isa);
   m.def("keep_freed_memory", &keep_freed_memory);
   m.def("swap", &swap);
-  m.def("have", &have);
+  m.def("same_entries", &same_entries);
   m.def(
       "gemm",
       [](const View& a, const View& b, const View& c, bool accumulate, const Memory& bias,

@@ -43,13 +43,13 @@ class Kept:
         return self._held.written_rows()
 
 
-def have(
+def same_entries(
     table: dict[Any, dict[str, Any]], keys: list[Any], values: list[dict[str, Any]],
     of: list[dict[str, Any]], names: list[str], columns: list[list[Any]],
 ) -> bool:  # fmt: skip
     """Whether a table has these keys and values in this order, and each of the dicts `of` has its
     object of a column under the column's name. All are compared as objects."""
-    return _C.have(table, keys, values, of, names, columns)
+    return _C.same_entries(table, keys, values, of, names, columns)
 
 
 def are_at(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:

@@ -31,7 +31,7 @@ from torch import Tensor
 from fastpar.comm.collectives import capturing
 from fastpar.engine.engine import engine_of_parameter
 from fastpar.kernels.adamw import MOMENT_BLOCK, CountedSteps, Hyper, adamw_step_
-from fastpar.kernels.lists import goes_at_once, have
+from fastpar.kernels.lists import goes_at_once, same_entries
 from fastpar.optim.base import (
     EngineOptimizer,
     Row,
@@ -288,7 +288,9 @@ class AdamW(EngineOptimizer):
             or not _same(rows.params, plan.params)
             or (rows.groups, rows.positions) != (plan.groups, plan.positions)
             or plan.kinds != self._kinds(plan.used)
-            or not have(self.state, *plan[5:10])
+            or not same_entries(
+                self.state, plan.keys, plan.values, plan.states, plan.names, plan.entries
+            )
         ):
             return False
         like = rows.pieces[0]

@@ -54,6 +54,24 @@ def exchange(c, bins=None, hashes=(1, 2), backwards=1, used=(True, True, True)):
     return c.exchange(bins, hashes=hashes, backwards=backwards, used=used)
 
 
+def test_one_rank_alone_keeps_its_numbers_too():
+    model = nn.Linear(2, 1)
+    parallelize(model, Mesh(device="cpu"))
+    engine = engine_of(model)
+    for tokens, values in ((4, [2.0, 3.0]), (None, []), (None, [5.0])):
+        if tokens:
+            engine.count_tokens(tokens)
+        if values:
+            engine.contribute(torch.tensor(values))
+        engine.exchange(None)
+        assert engine.control.contributed.tolist() == values
+        assert engine.control.token_scale == tokens
+    engine.count_tokens(4)
+    engine.zero_grad()
+    with pytest.raises(RuntimeError, match="the token count does not match the gradients"):
+        engine.exchange(None)
+
+
 def test_what_a_step_carries():
     """Values in rank order; the norm's bins of ranks that share a copy; tokens as the mean over the
     ranks; and nothing of it in the next step."""

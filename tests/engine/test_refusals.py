@@ -462,6 +462,24 @@ def test_what_no_engine_reduces_is_refused_when_all_else_is_frozen(how, message)
             run_ranks(ranks, world_size, stage, cls, mixed)
 
 
+def test_what_is_unfrozen_after_good_steps_is_refused():
+    """Also beside a parameter of another model, which was there in each step."""
+    for cls in (AdamW, torch.optim.SGD):
+        model, other = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+        model.bias.requires_grad_(False)
+        parallelize(model, Mesh(device="cpu"))
+        optimizer = cls([other, model.bias, model.weight], lr=0.1)
+        for _ in range(2):
+            (model(torch.ones(2, 3)) * other).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.weight.requires_grad_(False)
+        model.bias.requires_grad_(True)
+        (model(torch.ones(2, 3)) * other).sum().backward()
+        with pytest.raises(RuntimeError, match=r"'bias' was frozen .* and now has requires_grad=T"):
+            optimizer.step()
+
+
 def test_main_gradients_need_an_optimizer_that_knows_them():
     """p.grad reads as nan."""
     model = nn.Linear(3, 3).bfloat16()

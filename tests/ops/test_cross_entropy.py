@@ -12,7 +12,7 @@ from more_cases import FEW_LOSSES
 from test_cases import check
 
 from fastpar import kernels
-from fastpar.kernels import reference
+from fastpar.kernels import backend, reference
 from fastpar.kernels.cases import loss_of_logits, shard_of_loss
 from fastpar.kernels.loss import TABLE
 from fastpar.kernels.loss.linear_cross_entropy import (
@@ -202,6 +202,22 @@ def test_inplace_is_noticed_by_whoever_needs_the_logits():
             hidden.detach().zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+def test_gradients_far_beyond_a_softcap_keep_their_digits(form):
+    """1 - tanh(u)^2 at u = 6 is 2.5e-5: a difference of fp32 numbers near 1 has 8 bits of it. In
+    eps: exp's argument of 12 is rounded once (6), two capped logits of 15 twice (30), some ten
+    roundings follow. torch's own tanh has no such derivative."""
+    if backend.choice == "torch":
+        return
+    logits = torch.tensor([[90.0, -90.0, 91.5, 3.0]], device=form).requires_grad_()
+    targets = torch.tensor([1], device=form)
+    kernels.cross_entropy(logits, targets, softcap=15.0).backward()
+    exact = logits.detach().double().requires_grad_()
+    capped = 15.0 * torch.tanh(exact / 15.0)
+    torch.nn.functional.cross_entropy(capped, targets).backward()
+    error = ((logits.grad - exact.grad) / exact.grad).abs()
+    assert error.max() <= 64 * torch.finfo(torch.float32).eps, error
 
 
 @sweep("dtype", [torch.float32, torch.bfloat16])

@@ -706,6 +706,8 @@ def between_steps(optimizer, step):
         state[second]["step"] += 7
     elif step == 8:
         first.data = first.data.clone()
+        for x in state[second].values():
+            x.data = x.data.clone()  # the same object with other memory
     elif step == 10:
         third.grad = None
     elif step == 12:

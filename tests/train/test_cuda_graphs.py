@@ -495,7 +495,6 @@ def test_what_a_step_reads_on_the_host_is_found(monkeypatch, owner, place):
     if owner is not None:
         monkeypatch.setattr(owner, place, reads)
     else:  # through the dispatcher, which says that the tensors are on a CPU
-        monkeypatch.setattr(adamw._adamw_step, "takes_lists", False)
         monkeypatch.setattr(adamw, "_is_direct", lambda columns: False)
     where = "adamw" if owner is None else "test_cuda_graphs"
     with pytest.raises(RuntimeError, match=rf"reads a value: \w*(item|dense) at .*{where}.py"):
