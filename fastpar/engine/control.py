@@ -137,13 +137,15 @@ class Control:
         if self._tokens is not None:
             self._doubt = "zero_grad() of some parameters came after count_tokens()"
 
+    @property
     def has_nothing_to_say(self) -> bool:
-        """Whether there is one rank, without tokens or values: then no exchange is needed."""
-        if self.group is not None or self.has_values or self.tally is not None or self._doubt:
-            return False
-        self.token_scale = None
-        self.contributed = self._nothing
-        return True
+        """Whether there is one rank, without tokens or values."""
+        alone = self.group is None and self.tally is None
+        return alone and not (self.has_values or self._doubt)
+
+    def skip(self) -> None:
+        """In the place of an exchange that would say nothing."""
+        self.token_scale, self.contributed = None, self._nothing
 
     def exchange(
         self,

@@ -327,7 +327,8 @@ class Engine:
 
     def exchange(self, bins: Tensor | None) -> Tensor | None:
         """The control exchange: sum of all ranks' norm bins. Ranks: all, once per step."""
-        if bins is None and self.control.has_nothing_to_say():
+        if bins is None and self.control.has_nothing_to_say:
+            self.control.skip()
             return None
         waiting = self.log.timer.waiting() if self.control_group else contextlib.nullcontext()
         with self.log.naming("in the control exchange after", self._last_bucket), waiting:
