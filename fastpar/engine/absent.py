@@ -376,7 +376,7 @@ for _action in (*_WRITERS, *_COPIES):
 
 
 class Marks:
-    """Remembers what p.grad was at the end of a backward, to notice changes until the next.
+    """What p.grad is while no backward runs, to notice what other code does to it.
 
     p.grad = None (zero_grad of any module) is then understood. Where the gradient is not in p.grad
     (stages >= 1, main gradients, micro-batches that wait for the tree), p.grad is a placeholder of
@@ -397,33 +397,35 @@ class Marks:
         self._marks: dict[int, Tensor] = {}
         self._placeholders: dict[int, Absent] = {}
 
-    def __contains__(self, position: int) -> bool:
-        return position in self._marks
+    def show(self, grads: dict[int, Tensor]) -> None:
+        """Set p.grad to these gradients."""
+        self.hidden = False
+        self._marks.update(grads)
+        for position, grad in grads.items():
+            self._params[position].grad = grad
 
-    def put(self, positions: Iterable[int], *, hidden: bool) -> None:
-        """Remember p.grad after a backward; hidden: put placeholders into p.grad."""
-        self.hidden = hidden
-        params, known = self._params, self._placeholders
-        if not hidden:
-            grads = {position: params[position].grad for position in positions}
-            self._marks = {i: grad for i, grad in grads.items() if grad is not None}
-            return
-        for position in set(positions).difference(known):
-            p = params[position]
-            nan = torch.full((), float("nan"), dtype=p.dtype, device=p.device)
-            name = self._name(position)
-            known[position] = Absent.of(nan.expand(p.shape), "gradient", name, self._ranks)
-            known[position]._of = weakref.ref(p)
-        self._marks = {position: known[position] for position in positions}
+    def hide(self, positions: Iterable[int]) -> None:
+        """Set p.grad of these, and of no others, to placeholders."""
+        self.hidden, known = True, self._placeholders
+        self._marks = {i: known[i] if i in known else self._placeholder(i) for i in positions}
         with torch._C.DisableTorchFunctionSubclass():
             for position, mark in self._marks.items():
-                params[position].grad = mark
+                self._params[position].grad = mark
                 mark.zeroed = False  # type: ignore[attr-defined]
 
+    def _placeholder(self, position: int) -> Absent:
+        p = self._params[position]
+        nan = torch.full((), float("nan"), dtype=p.dtype, device=p.device)
+        made = Absent.of(nan.expand(p.shape), "gradient", self._name(position), self._ranks)
+        made._of = weakref.ref(p)
+        self._placeholders[position] = made
+        return made
+
     def lift(self) -> None:
-        """Remove placeholders before a backward, in which autograd must find none."""
+        """Set p.grad to None, as in a backward that must find none."""
+        self.hidden = False
         with torch._C.DisableTorchFunctionSubclass():
-            for position in self._marks if self.hidden else ():
+            for position in self._marks:
                 self._params[position].grad = None
         self._marks.clear()
 
@@ -432,14 +434,14 @@ class Marks:
         for position in positions:
             self._marks.pop(position, None)
 
-    def look(self, fired: Tensor | None) -> tuple[set[int], list[int]]:
+    def look(self, fired: Tensor | None) -> tuple[set[int], set[int]]:
         """Positions whose p.grad was set to None, and those whose placeholder was zeroed.
 
         Args:
             fired: a parameter that already has its next gradient from autograd.
         """
         cleared: set[int] = set()
-        zeroed: list[int] = []
+        zeroed: set[int] = set()
         with torch._C.DisableTorchFunctionSubclass():
             grads = [self._params[position].grad for position in self._marks]
         if all(map(operator.is_, grads, self._marks.values())) and not self.hidden:
@@ -451,7 +453,7 @@ class Marks:
                 self.refuse(position)
             elif isinstance(mark, Absent) and mark.zeroed:
                 mark.zeroed = False
-                zeroed.append(position)
+                zeroed.add(position)
         return cleared, zeroed
 
     def refuse(self, position: int) -> NoReturn:

@@ -45,7 +45,7 @@ from __future__ import annotations
 import enum
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -152,7 +152,7 @@ class BucketPhase(enum.Enum):
 
 
 BUCKET_PHASES = {
-    BucketPhase.IDLE: frozenset({BucketPhase.COLLECTING, BucketPhase.IN_FLIGHT}),
+    BucketPhase.IDLE: frozenset({BucketPhase.COLLECTING, BucketPhase.READY, BucketPhase.IN_FLIGHT}),
     BucketPhase.COLLECTING: frozenset({BucketPhase.READY, BucketPhase.IN_FLIGHT, BucketPhase.IDLE}),
     BucketPhase.READY: frozenset({BucketPhase.IN_FLIGHT, BucketPhase.IDLE}),
     BucketPhase.IN_FLIGHT: frozenset({BucketPhase.REDUCED}),
@@ -406,7 +406,6 @@ class BucketState:
         self._piece_views: tuple[Tensor | None, list] | None = None  # of reduced; of piece()
         self._aside = False
         self.marks = Marks(params, self.name, (rank, spec.n_shards))
-        self._version = -1  # of `grad` in remember(); _marked_version: in mark()
         self._zeroed = set(range(len(params)))  # positions without a gradient on any rank
         self.sources = None if sources is None else sources(self)
         if self.casts and not stage.shards:
@@ -654,20 +653,6 @@ class BucketState:
             "`with fastpar.engine_of(model).gathered():`"
         )
 
-    def check_grad(self, position: int, grad: Tensor) -> None:
-        """Refuse sparse gradients, and gradients with a graph."""
-        name = self.name(position)
-        if grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"Engine: expected a dense gradient for parameter '{name}', got "
-                f"layout={grad.layout}; build the embedding with sparse=False"
-            )
-        if grad.requires_grad:
-            raise RuntimeError(
-                f"Engine: the gradient of parameter '{name}' has a graph of its own "
-                "(create_graph=True); use torch.autograd.grad for higher derivatives"
-            )
-
     # Gradients
 
     def enter(self, phase: BucketPhase) -> None:
@@ -707,8 +692,7 @@ class BucketState:
 
     def _set_grad(self, grad: Tensor | None) -> None:
         self.grad, self._grad_views = grad, None
-        if grad is not None:
-            self._marked_version = grad._version
+        self._known = -1 if grad is None else grad._version
 
     @property
     def grad_views(self) -> list[Tensor]:
@@ -719,85 +703,74 @@ class BucketState:
             self._grad_views = [part.view(shape) for part, shape in zip(parts, self._shapes)]
         return self._grad_views
 
-    def take(self, position: int) -> bool:
-        """Take a parameter's .grad into the bucket; returns arrived()."""
-        self._add(position, self.params[position].grad, by_hook=True)
-        return position in self.has and self.arrived(position)
+    def take(self, given: dict[int, Tensor | None], *, by_hook: bool = False) -> bool:
+        """Copy gradients into `grad`, or add them; returns whether the bucket became ready.
 
-    def _add(self, position: int, grad: Tensor | None, *, by_hook: bool) -> None:
-        """Copy or add a gradient, which is p.grad in its hook; None: there is none."""
-        if self.phase in SENT:
-            raise RuntimeError(
-                f"Engine: parameter '{self.name(position)}' got another gradient after bucket "
-                f"{self.spec.index} was sent (it is '{self.phase.value}', not 'collecting'); "
-                "call the module that owns the parameter in every forward, or in none, and use "
-                "its parameters in the model's forward or after it"
-            )
-        p, again = self.params[position], position in self.has
+        Args:
+            given: by position; None: there is none.
+            by_hook: from the hook of a parameter, whose p.grad it is; otherwise from the node.
+        """
         if self.sources is not None:
-            self.sources.collect(position, first=not again)
-        if grad is None:
-            return
-        if grad.layout is not torch.strided or grad.requires_grad:
-            self.check_grad(position, grad)
-        if self.grad is None or not self.has:
+            for i in given:
+                self.sources.collect(i, first=i not in self.has)
+        new = {i: grad for i, grad in given.items() if grad is not None}
+        late = self.phase in SENT
+        for i, grad in new.items():
+            if late or grad.requires_grad or grad.layout is not torch.strided:
+                self._refuse_grad(i, grad)
+        if new:
             self.open_grad()
-        view = self.grad_views[position]
-        if not self.shows_grad:
-            p.grad = None
-        else:
-            again = again and not by_hook  # there autograd has added it
-            if not (again or by_hook) and p.grad is not None:
-                grad = p.grad + grad  # p.grad was set by hand
-            if p.grad is not view:
-                p.grad = view
-        if grad.data_ptr() != view.data_ptr():
-            view.add_(grad) if again else view.copy_(grad)
-        self.note(position)
-
-    def take_all(self, grads: Sequence[Tensor | None]) -> bool:
-        """Take the gradients of its node into the bucket; returns arrived()."""
-        given = {i: grad for i, grad in enumerate(grads) if grad is not None}
-        if self._are_usual(given):
-            self.open_grad()
-            assert self.grad is not None
-            again = [i for i in given if i in self.has] if self.has else []
-            first = [i for i in given if i not in self.has] if again else [*given]
-            if again:
-                views = self.grad_views
-                torch._foreach_add_([views[i] for i in again], [given[i] for i in again])
-            if first:
-                starts = [self._starts[i] for i in first]
-                lists.copy_into(self.grad, starts, [given[i] for i in first])
-            for i in first if self.shows_grad else ():
-                self.params[i].grad = self.grad_views[i]
-            self.note(*given)
-        else:
-            for i, grad in given.items():
-                self._add(i, grad, by_hook=False)
-        return self.arrived(*(() if self.used_directly else (*given, _NODE)))
-
-    def _are_usual(self, given: dict[int, Tensor]) -> bool:
-        """Whether these gradients can be copied, or added, as they are."""
-        if self.sources is not None or self.phase in SENT:
-            return False
-        first = [i for i in given if i not in self.has] if self.shows_grad else ()
-        if [i for i in first if self.params[i].grad is not None]:  # set by hand
-            return False
-        return not [g for g in given.values() if g.requires_grad or g.layout is not torch.strided]
-
-    def note(self, *positions: int) -> None:
-        """Note gradients of this rank in `grad`."""
-        self.has.update(positions)
-        self.seen.update(positions)
-
-    def arrived(self, *awaited: int) -> bool:
-        """Wait for these no more; returns whether they were the last, so that it became ready."""
-        self._awaited.difference_update(awaited)
+            self._write(new, by_hook)
+            self.has.update(new)
+            self.seen.update(new)
+        if by_hook or not self.used_directly:
+            self._awaited.difference_update(new if by_hook else (*new, _NODE))
         ready = self.phase is BucketPhase.COLLECTING and not self._awaited
         if ready:
             self.enter(BucketPhase.READY)
         return ready
+
+    def _write(self, new: dict[int, Tensor], by_hook: bool) -> None:
+        """Copy these into `grad`, or add them to what this rank has."""
+        assert self.grad is not None
+        views, first, again = self.grad_views, new, self.has & new.keys()
+        if by_hook and self.shows_grad:  # autograd has added it
+            first, again = {i: x for i, x in new.items() if x is not views[i]}, set()
+        elif self.shows_grad:
+            for i in new.keys() - again:
+                if (grad := self.params[i].grad) is not None:  # set by hand
+                    views[i].copy_(grad)
+                    again.add(i)
+        if again:
+            torch._foreach_add_([views[i] for i in again], [new[i] for i in again])
+            first = {i: x for i, x in new.items() if i not in again}
+        if first:
+            lists.copy_into(self.grad, [self._starts[i] for i in first], [*first.values()])
+        if self.shows_grad:
+            self.marks.show({i: views[i] for i in new})
+        elif by_hook:
+            for i in new:
+                self.params[i].grad = None
+
+    def _refuse_grad(self, position: int, grad: Tensor) -> NoReturn:
+        """Raise for a gradient that is sparse, has a graph, or comes too late."""
+        name = self.name(position)
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"Engine: expected a dense gradient for parameter '{name}', got "
+                f"layout={grad.layout}; build the embedding with sparse=False"
+            )
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"Engine: the gradient of parameter '{name}' has a graph of its own "
+                "(create_graph=True); use torch.autograd.grad for higher derivatives"
+            )
+        raise RuntimeError(
+            f"Engine: parameter '{name}' got another gradient after bucket "
+            f"{self.spec.index} was sent (it is '{self.phase.value}', not 'collecting'); "
+            "call the module that owns the parameter in every forward, or in none, and use "
+            "its parameters in the model's forward or after it"
+        )
 
     def open_grad(self) -> None:
         """Allocate `grad` before it is written; moves the sum so far out of its own slice."""
@@ -810,15 +783,13 @@ class BucketState:
     def fill_missing(self, *, flags: bool) -> list[int]:
         """Zero the slots without a gradient and set `used`; returns their positions."""
         self.open_grad()
-        missing = []
         self._zeroed.clear()
         for pad in self._pads:
             self.grad[pad].zero_()  # type: ignore[index]
-        for position in range(len(self.params)):
-            if position not in self.has:
-                self.check_given(position)
-                self.grad_views[position].zero_()
-                missing.append(position)
+        missing = [i for i in range(len(self.params)) if i not in self.has]
+        for position in missing:
+            self.check_given(position)
+            self.grad_views[position].zero_()
         if flags:
             used = self.used()
             used.fill_(1.0)
@@ -871,8 +842,7 @@ class BucketState:
 
     def _forget_local(self) -> None:
         self.has.clear()
-        for p in self.params:
-            p.grad = None
+        self.marks.lift()
 
     def target(self) -> Tensor:
         """Where the next reduction writes its result."""
@@ -907,8 +877,8 @@ class BucketState:
 
     def forget_summands(self) -> None:
         """Deterministic: reduced was changed and replaces the sum that made it."""
-        if self._reductions is not None and self.reduced is not None:
-            self._reductions = PairwiseSum(self.reduced.clone())
+        if self.deterministic and self.reduced is not None:
+            self._reductions = PairwiseSum(self.reduced.clone()) if self.reduced.any() else None
 
     def free_grad(self) -> None:
         """Free the whole gradients, which have been sent, if the stage does."""
@@ -918,11 +888,15 @@ class BucketState:
             self._set_grad(None)
 
     @property
-    def written_by_hand(self) -> bool:
-        """Stage 0: whether p.grad was written since mark()."""
-        if self.stage.shards or self.grad is None:
-            return False
-        return self.grad._version != self._marked_version
+    def written(self) -> bool:
+        """Stage 0: whether p.grad was written by hand since the last backward or accept()."""
+        return not self.stage.shards and self.grad is not None and self.grad._version != self._known
+
+    def accept(self) -> None:
+        """Take p.grad as it is for what the last backward passes made."""
+        if self.written:
+            self.forget_summands()
+        self._known = -1 if self.grad is None else self.grad._version
 
     def set_aside(self, *, anew: bool) -> None:
         """Deterministic stage 0: keep the sum of the last backward passes out of a new one's.
@@ -931,16 +905,17 @@ class BucketState:
             anew: p.grad was changed and replaces that sum.
         """
         if not self.stage.shards and self.reduced is not None:
-            assert self.grad is not None
             if anew:
-                self._reductions = PairwiseSum(self.grad.clone()) if self.grad.any() else None
+                self.forget_summands()
             self._aside = self._reductions is not None
             self._forget_local()
 
     def adopt(self, position: int) -> None:
         """Stage 0: give a parameter the gradient that other ranks have for it."""
-        self.note(position)
-        self.params[position].grad = None if self.casts else self.grad_views[position]
+        self.has.add(position)
+        self.seen.add(position)
+        if self.shows_grad:
+            self.marks.show({position: self.grad_views[position]})
 
     def grad_of(self, position: int) -> Tensor | None:
         """Stage 0: the gradient of a parameter, None if it has none."""
@@ -965,89 +940,65 @@ class BucketState:
             positions: only the gradients of these parameters.
         """
         positions = set(range(len(self.params))) if positions is None else positions
-        written, zero = self.written_by_hand, set()
-        if not set_to_none:  # except gradients that were set to None by hand
-            marks = self.marks
-            zero = {i for i in positions if i not in marks or self.params[i].grad is not None}
+        written, zero = self.written, set()
         with torch._C.DisableTorchFunctionSubclass():
-            for position in positions - zero:
-                self.params[position].grad = None
-        self._forget(positions - zero)
-        for position in zero:
-            self._zero(position)
-        if self.grad is not None and not written:
-            self._marked_version = self.grad._version
-        if self.zeroed:
-            self.unreduced = self._reductions = None  # a tree of zeros would change later sums
+            if not set_to_none:
+                zero = {i for i in positions if self.params[i].grad is not None}
+            for i in positions - zero:
+                self.params[i].grad = None
+        self._drop(positions - zero, zero)
+        if not written:
+            self.accept()
 
-    def _forget(self, positions: set[int]) -> None:
-        """Drop the gradients of these; memory is written only if others have a gradient."""
-        self._zeroed |= positions
-        self.seen -= positions
-        self.has -= positions
-        self.marks.drop(positions)
-        if not self.empty:
-            for position in positions:
-                self._zero_parts(position)
-            return
-        self.unreduced = self._reductions = None
-        if self.reduced is not self.grad_shard:
-            self._piece_views = None  # they would keep it alive
-        self.reduced = None
-        if self.stage.frees_gradients:
-            self._set_grad(None)
+    def _drop(self, cleared: set[int], zeroed: set[int]) -> None:
+        """Gradients are None, or zero, from now on; memory is written only if others stay."""
+        self._zeroed |= cleared | zeroed
+        self.seen -= cleared
+        self.has -= cleared
+        self.marks.drop(cleared)
+        if self.stage.shards:
+            self.has -= zeroed
+        else:
+            for i in zeroed:
+                if (grad := self.grad_of(i)) is not None:  # or a placeholder, which may be zeroed
+                    grad.zero_()
+        if self.empty and not zeroed:
+            if self.reduced is not self.grad_shard:
+                self._piece_views = None  # they would keep it alive
+            self.reduced = None
+            self.free_grad()
+        else:
+            for i in cleared | zeroed:
+                self._zero_parts(i)
+        if self.empty:  # a tree of zeros would change later sums
+            self.unreduced = self._reductions = None
 
     def begin_backward(self, *, skipped: bool = False) -> None:
         """Begin a backward; skipped: the forward did not use these parameters."""
-        self.enter(BucketPhase.COLLECTING)
-        self._awaited = set(range(len(self.params)))
-        if self.node_is_due:
-            self._awaited.add(_NODE)
-        if skipped:
-            self.enter(BucketPhase.READY)
-        self.marks.lift()
+        self.enter(BucketPhase.READY if skipped else BucketPhase.COLLECTING)
+        self._awaited = set(range(-self.node_is_due, len(self.params)))  # _NODE is -1
+        if self.marks.hidden:
+            self.marks.lift()
         self._zeroed.clear()
 
-    def mark(self, *, hidden: bool = True) -> None:
-        """Remember p.grad: see absent.py, Marks; not hidden: p.grad is the gradient."""
-        everywhere = self.stage.shards and self.reduced is not None
-        positions = range(len(self.params)) if everywhere else self.seen
-        self.marks.put(positions, hidden=hidden or self.casts)
-        self.remember()
-        self._marked_version = self._version
+    def mark(self, *, hidden: bool) -> None:
+        """End a backward: its gradients are there; hidden: not in p.grad, see absent.py, Marks."""
+        if hidden or self.casts:
+            everywhere = self.stage.shards and self.reduced is not None
+            self.marks.hide(range(len(self.params)) if everywhere else self.seen)
+        self._known = -1 if self.grad is None else self.grad._version
 
-    def remember(self) -> None:
-        """Note that counts from now on belong to the present gradients."""
-        self._version = -1 if self.grad is None else self.grad._version
-
-    @property
-    def changed(self) -> bool:
-        """Whether p.grad was written since remember()."""
-        return (
-            not self.marks.hidden and self.grad is not None and self.grad._version != self._version
-        )
-
-    def forget_cleared(self, fired: Tensor | None) -> set[int]:
-        """Notice p.grad = None and zero_grad() of a module; returns the cleared positions.
+    def forget_cleared(self, fired: Tensor | None) -> tuple[set[int], set[int]]:
+        """Notice p.grad = None and zero_grad() of a module; returns the positions of gradients that
+        were set to None, and to zero.
 
         Args:
             fired: stage 0: a parameter that already has its next gradient from autograd.
         """
-        cleared, zeroed = self.marks.look(fired)
-        for position in zeroed:
-            self._zero(position)
-        if cleared:
-            self._forget(cleared)
-        return cleared
-
-    def _zero(self, position: int) -> None:
-        """Set a parameter's gradient to zero."""
-        self._zeroed.add(position)
-        if self.stage.shards:
-            self.has.discard(position)
-        elif (grad := self.grad_of(position)) is not None:  # or a placeholder, which may be zeroed
-            grad.zero_()
-        self._zero_parts(position)
+        found = self.marks.look(fired)
+        if any(found):
+            self._drop(*found)
+        return found
 
     def _zero_parts(self, position: int) -> None:
         """Zero a parameter's elements in the sums so far."""

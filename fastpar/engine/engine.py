@@ -151,13 +151,13 @@ class Engine:
             self.shards.check()
         if torch._C._current_graph_task_id() != self.graph_task:
             self.before_unit_backward(fired=p)
-        if bucket.take(position):
+        if bucket.take({position: p.grad}, by_hook=True):
             self._send(bucket)
 
     def on_node(self, bucket: BucketState, grads: tuple[Tensor | None, ...]) -> None:
         """Backward of a bucket's node: all gradients of its uses in forwards."""
         self.before_unit_backward()
-        if bucket.take_all(grads):
+        if bucket.take(dict(enumerate(grads))):
             self._send(bucket)
 
     def _send(self, bucket: BucketState) -> None:
@@ -195,7 +195,7 @@ class Engine:
         self._before_backward = self.phase
         self._enter(StepPhase.BACKWARD)
         self.log.timer.begin()
-        written = {bucket for bucket in self.buckets if bucket.written_by_hand}
+        written = {bucket for bucket in self.buckets if bucket.written}
         self.partials.split()
         skipped: set[int] = set()
         if self.gathers is not None:
@@ -232,8 +232,9 @@ class Engine:
         """Reduce all gradients to means over the ranks."""
         self.shards.forget_norms()
         self.shards.check()
-        for bucket in self._active:  # in step() marks are still set: no backward lifted them
-            bucket.marks.lift()
+        for bucket in self._active:  # in step() they are still hidden: no backward lifted them
+            if bucket.marks.hidden:
+                bucket.marks.lift()
         self.reducer.finish()
         if not self.stage.shards:
             self.partials.sum()
@@ -443,9 +444,9 @@ class Engine:
         self._resume_if_stopped()
         changed = False
         for bucket in self.buckets:
-            zeroed, everywhere = bucket.zeroed, bucket.reduced is not None
-            cleared = bucket.forget_cleared(fired)
-            changed = changed or bool(cleared) or bucket.zeroed != zeroed
+            everywhere = bucket.reduced is not None
+            cleared, zeroed = bucket.forget_cleared(fired)
+            changed = changed or bool(cleared or zeroed)
             self._cleared.update(bucket.params[i] for i in cleared if everywhere)
         if changed:
             self.shards.forget_norms()
@@ -458,7 +459,7 @@ class Engine:
     def _check_unchanged(self) -> None:
         """Refuse gradients that changed after count_tokens() or contribute()."""
         for bucket in self.buckets if self.control.has_values else ():
-            if bucket.changed:
+            if bucket.written and bucket.shows_grad:
                 raise RuntimeError(
                     f"Engine: p.grad of '{bucket.name(0)}' or another parameter was changed in "
                     "place after count_tokens() or contribute(); zero gradients with the "
@@ -516,9 +517,10 @@ class Engine:
     def _note(self, how: Callable[[Any], None], what: Any) -> None:
         self._forget_cleared()
         self._check_unchanged()
+        self.partials.check()
         how(what)
         for bucket in self.buckets:
-            bucket.remember()
+            bucket.accept()
 
     def all_reduce_scalars(self, values: Tensor) -> Tensor:
         """Sum a small vector over the ranks, outside of a step (validation). Ranks: all.

@@ -344,7 +344,7 @@ class PartialGradients:
     def check(self) -> None:
         """Refuse gradients that were changed in place; see "Partial gradients" above."""
         for bucket in self._shards.buckets if self._sums else ():
-            if bucket.written_by_hand:
+            if bucket.written:
                 raise RuntimeError(
                     f"Engine: p.grad of '{bucket.name(0)}' was changed in place with "
                     f"tp={self._shards.mesh.tp_size}, where a rank sees only its part of the norm; "

@@ -134,13 +134,15 @@ def fail(grad):
     raise ArithmeticError
 
 
-def failing(loop, step):
-    """A backward that fails before anything was sent, but after the next units were gathered."""
-    norm = loop.model.norm
-    handle = norm.register_forward_hook(lambda m, args, out: out.register_hook(fail) and None)
-    with pytest.raises(ArithmeticError):
-        loop.backward(step + 10)
-    handle.remove()
+def failing_at(name):
+    def body(loop, step):
+        part = loop.model.get_submodule(name)
+        handle = part.register_forward_hook(lambda m, args, out: out.register_hook(fail) and None)
+        with pytest.raises(ArithmeticError):
+            loop.backward(step + 10)
+        handle.remove()
+
+    return body
 
 
 def no_sync(loop):
@@ -208,7 +210,8 @@ DO = {
     "no_tied": no_grads_of("norm.weight", "wte.weight"),
     "zero_norm": lambda loop, step: loop.model.norm.weight.grad.zero_(),
     "halve": halve,
-    "failing": failing,
+    "failing": failing_at("norm"),  # nothing was sent, but the next units were gathered
+    "failing_late": failing_at("blocks.0"),  # after most gradients have come
     "locally": locally,
     "mixed": mixed,
     "submodules": submodules,
@@ -275,6 +278,8 @@ def test_loops(cells):
     for i, (names, how) in enumerate(every):
         check(names, cells[i % 4 : i % 4 + 1] if cells is FEW else cells, **how)
     check(BY_HAND, HERE)  # where p.grad is the gradient
+    for names in ("failing_late clear_model b0 step clear_model", "failing_late b0 step clear"):
+        check(names, HERE[::2])  # several ranks would have sent some of them
 
 
 def test_loops_under_tensor_parallelism():
