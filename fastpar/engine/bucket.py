@@ -1,21 +1,18 @@
 """One bucket on one rank: collects gradients, sends them, and keeps their mean.
 
-    IDLE -> COLLECTING -> READY -> IN_FLIGHT -> REDUCED -> IDLE
-
     stage   reduction        whole gradients      whole parameters              gathered
     0       all-reduce       kept                 kept                          never
     1       reduce-scatter   kept                 kept                          after a step
     2       reduce-scatter   freed when reduced   kept                          after a step
     3       reduce-scatter   freed when reduced   freed outside of their use    around use
 
-`zero_stage` is a number only in arguments and reports; code reads a field of Stage. The state of
-a step and of a bucket is a phase; tables say which phase may follow which.
+`zero_stage` is a number only in arguments and reports; code reads a field of Stage.
 
-Where gradients live: the bucket's node gets them from autograd ([Note: nodes]), and take_all()
-copies them into the bucket, or adds them. A parameter that is used without its module has a hook of
-its own, and take(). Nothing is zeroed beforehand: slots of parameters without a gradient keep old
-bytes until fill_missing(). At stage 0 p.grad is then a view of the bucket (p.main_grad if the
-gradient's dtype is not the parameter's); at other stages p.grad is None.
+Where gradients live: the bucket's node gets them from autograd ([Note: nodes]), or the hook of a
+parameter that is used without its module, and take() copies them into the bucket, or adds them.
+Nothing is zeroed beforehand: slots of parameters without a gradient keep old bytes until
+fill_missing(). At stage 0 p.grad is then a view of the bucket (p.main_grad if the gradient's dtype
+is not the parameter's); at other stages p.grad is None.
 
 Stale parameters: after a step a rank holds only its own shard of the new parameters; at stage 3
 also between uses. p.data is then a placeholder of the right shape with one nan for all elements:
@@ -42,12 +39,11 @@ are the same on all ranks.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +55,6 @@ from fastpar.files.tensor_file import FLOATS
 from fastpar.kernels import lists
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.layout import Bucket, Layout
-
-PhaseT = TypeVar("PhaseT", bound=enum.Enum)
 
 
 @dataclass(frozen=True)
@@ -139,43 +133,6 @@ class Settings:
 
 
 _NODE = -1  # awaited by a bucket beside the positions of parameters
-
-
-class BucketPhase(enum.Enum):
-    """How far the gradients of a bucket are in a backward."""
-
-    IDLE = "idle"  # no backward adds to it
-    COLLECTING = "collecting"  # some parameters have no gradient yet
-    READY = "ready"  # all have one, or will get none
-    IN_FLIGHT = "in flight"  # its collective runs
-    REDUCED = "reduced"  # the mean is there; other buckets may still be in flight
-
-
-BUCKET_PHASES = {
-    BucketPhase.IDLE: frozenset({BucketPhase.COLLECTING, BucketPhase.READY, BucketPhase.IN_FLIGHT}),
-    BucketPhase.COLLECTING: frozenset({BucketPhase.READY, BucketPhase.IN_FLIGHT, BucketPhase.IDLE}),
-    BucketPhase.READY: frozenset({BucketPhase.IN_FLIGHT, BucketPhase.IDLE}),
-    BucketPhase.IN_FLIGHT: frozenset({BucketPhase.REDUCED}),
-    BucketPhase.REDUCED: frozenset({BucketPhase.IDLE}),
-}
-SENT = BucketPhase.IN_FLIGHT, BucketPhase.REDUCED  # this backward's gradients were sent
-
-
-def checked(
-    what: str, now: PhaseT, then: PhaseT, allowed: Mapping[PhaseT, frozenset[PhaseT]]
-) -> PhaseT:
-    """Return the phase `then` if it may follow `now`.
-
-    Raises:
-        RuntimeError: it may not; the message names both.
-    """
-    if then not in allowed[now]:
-        possible = " or ".join(sorted(f"'{phase.value}'" for phase in allowed[now]))
-        raise RuntimeError(
-            f"Engine: {what} cannot go from '{now.value}' to '{then.value}', only to "
-            f"{possible}; a backward or step ran inside of another, or this is a bug of fastpar"
-        )
-    return then
 
 
 @dataclass(frozen=True)
@@ -322,7 +279,6 @@ class BucketState:
         own: the range of shard in flat; storage: of stepped.
         secondary: [P / ranks of a node], or None; kept: whether it holds this step's weights.
         groups: that exchange it; device: where it lies.
-        phase: of its gradients in this backward; changed by enter() only.
         wire_dtype: of gradients between ranks.
         grad: [P] gradients of this rank, None while they are freed; grad_views: each parameter's.
         reduced: [S] ([P] at stage 0) mean over the ranks, None until the first of a step.
@@ -382,8 +338,7 @@ class BucketState:
         self._lent = False
         self.node_is_due = False  # a forward since the last step used outputs of its node
         self.used_directly = False  # a parameter, not by its module: its gradient comes by itself
-        self.phase = BucketPhase.IDLE
-        self._awaited = set(range(len(params)))  # positions without a gradient in this backward
+        self._awaited: set[int] = set()  # positions without a gradient in this backward, and _NODE
         self.deterministic = settings.deterministic
         self.wire_dtype = settings.reduce_dtype or self.grad_dtype
         self.casts = self.grad_dtype != spec.dtype
@@ -404,7 +359,6 @@ class BucketState:
         pads = [slice(s.stop, end) for s, end in zip(self.slots, ends) if s.stop < end]
         self._pads = pads if isinstance(groups.reduce, CompressedSums) else []
         self._piece_views: tuple[Tensor | None, list] | None = None  # of reduced; of piece()
-        self._aside = False
         self.marks = Marks(params, self.name, (rank, spec.n_shards))
         self._zeroed = set(range(len(params)))  # positions without a gradient on any rank
         self.sources = None if sources is None else sources(self)
@@ -655,9 +609,10 @@ class BucketState:
 
     # Gradients
 
-    def enter(self, phase: BucketPhase) -> None:
-        """Change the phase; raises RuntimeError if it may not follow the present one."""
-        self.phase = checked(f"bucket {self.spec.index}", self.phase, phase, BUCKET_PHASES)
+    @property
+    def ready(self) -> bool:
+        """Whether this backward has given all gradients, of parameters that it is known to give."""
+        return not (self._awaited or self.used_directly)
 
     @property
     def grad_bytes(self) -> int:
@@ -692,7 +647,7 @@ class BucketState:
 
     def _set_grad(self, grad: Tensor | None) -> None:
         self.grad, self._grad_views = grad, None
-        self._known = -1 if grad is None else grad._version
+        self._note_version()
 
     @property
     def grad_views(self) -> list[Tensor]:
@@ -714,21 +669,17 @@ class BucketState:
             for i in given:
                 self.sources.collect(i, first=i not in self.has)
         new = {i: grad for i, grad in given.items() if grad is not None}
-        late = self.phase in SENT
         for i, grad in new.items():
-            if late or grad.requires_grad or grad.layout is not torch.strided:
+            if grad.requires_grad or grad.layout is not torch.strided:
                 self._refuse_grad(i, grad)
         if new:
             self.open_grad()
             self._write(new, by_hook)
             self.has.update(new)
             self.seen.update(new)
-        if by_hook or not self.used_directly:
-            self._awaited.difference_update(new if by_hook else (*new, _NODE))
-        ready = self.phase is BucketPhase.COLLECTING and not self._awaited
-        if ready:
-            self.enter(BucketPhase.READY)
-        return ready
+        was_ready = self.ready
+        self._awaited.difference_update(new if by_hook else (*new, _NODE))
+        return self.ready and not was_ready
 
     def _write(self, new: dict[int, Tensor], by_hook: bool) -> None:
         """Copy these into `grad`, or add them to what this rank has."""
@@ -753,23 +704,16 @@ class BucketState:
                 self.params[i].grad = None
 
     def _refuse_grad(self, position: int, grad: Tensor) -> NoReturn:
-        """Raise for a gradient that is sparse, has a graph, or comes too late."""
+        """Raise for a gradient that is sparse or has a graph."""
         name = self.name(position)
         if grad.layout is not torch.strided:
             raise RuntimeError(
                 f"Engine: expected a dense gradient for parameter '{name}', got "
                 f"layout={grad.layout}; build the embedding with sparse=False"
             )
-        if grad.requires_grad:
-            raise RuntimeError(
-                f"Engine: the gradient of parameter '{name}' has a graph of its own "
-                "(create_graph=True); use torch.autograd.grad for higher derivatives"
-            )
         raise RuntimeError(
-            f"Engine: parameter '{name}' got another gradient after bucket "
-            f"{self.spec.index} was sent (it is '{self.phase.value}', not 'collecting'); "
-            "call the module that owns the parameter in every forward, or in none, and use "
-            "its parameters in the model's forward or after it"
+            f"Engine: the gradient of parameter '{name}' has a graph of its own "
+            "(create_graph=True); use torch.autograd.grad for higher derivatives"
         )
 
     def open_grad(self) -> None:
@@ -858,7 +802,8 @@ class BucketState:
     def add_reduced(self, result: Tensor) -> None:
         """Add a reduction's result; frees whole gradients if the stage does."""
         if self.deterministic:
-            if self._reductions is None or (not self.stage.shards and not self._aside):
+            again = not self.stage.shards and self.reduced is not None  # without a backward
+            if self._reductions is None or again:
                 self._reductions = PairwiseSum()
             self._reductions.push(result if self.stage.frees_gradients else result.clone())
             self.reduced = result
@@ -866,7 +811,6 @@ class BucketState:
                 self.reduced = self._new_shard() if self.grad_shard is None else self.grad_shard
             if self._reductions.count > 1 or self.stage.frees_gradients:
                 self.reduced.copy_(self._reductions.total())
-            self._aside = False
         elif self.reduced is None or not self.stage.shards:
             self.reduced = result
         else:
@@ -896,6 +840,10 @@ class BucketState:
         """Take p.grad as it is for what the last backward passes made."""
         if self.written:
             self.forget_summands()
+        self._note_version()
+
+    def _note_version(self) -> None:
+        """What is in `grad` now is no write by hand."""
         self._known = -1 if self.grad is None else self.grad._version
 
     def set_aside(self, *, anew: bool) -> None:
@@ -907,7 +855,7 @@ class BucketState:
         if not self.stage.shards and self.reduced is not None:
             if anew:
                 self.forget_summands()
-            self._aside = self._reductions is not None
+            self.reduced = None
             self._forget_local()
 
     def adopt(self, position: int) -> None:
@@ -948,7 +896,7 @@ class BucketState:
                 self.params[i].grad = None
         self._drop(positions - zero, zero)
         if not written:
-            self.accept()
+            self._note_version()
 
     def _drop(self, cleared: set[int], zeroed: set[int]) -> None:
         """Gradients are None, or zero, from now on; memory is written only if others stay."""
@@ -975,8 +923,8 @@ class BucketState:
 
     def begin_backward(self, *, skipped: bool = False) -> None:
         """Begin a backward; skipped: the forward did not use these parameters."""
-        self.enter(BucketPhase.READY if skipped else BucketPhase.COLLECTING)
-        self._awaited = set(range(-self.node_is_due, len(self.params)))  # _NODE is -1
+        first = _NODE if self.node_is_due else 0
+        self._awaited = set() if skipped else set(range(first, len(self.params)))
         if self.marks.hidden:
             self.marks.lift()
         self._zeroed.clear()
@@ -986,19 +934,20 @@ class BucketState:
         if hidden or self.casts:
             everywhere = self.stage.shards and self.reduced is not None
             self.marks.hide(range(len(self.params)) if everywhere else self.seen)
-        self._known = -1 if self.grad is None else self.grad._version
+        self._note_version()
 
-    def forget_cleared(self, fired: Tensor | None) -> tuple[set[int], set[int]]:
-        """Notice p.grad = None and zero_grad() of a module; returns the positions of gradients that
-        were set to None, and to zero.
+    def forget_cleared(self, fired: Tensor | None) -> tuple[bool, set[int]]:
+        """Notice p.grad = None and zero_grad() of a module; returns whether there was anything, and
+        the positions that were set to None in means, which other ranks have, too.
 
         Args:
             fired: stage 0: a parameter that already has its next gradient from autograd.
         """
-        found = self.marks.look(fired)
-        if any(found):
-            self._drop(*found)
-        return found
+        cleared, zeroed = self.marks.look(fired)
+        in_means = self.reduced is not None or self._reductions is not None
+        if cleared or zeroed:
+            self._drop(cleared, zeroed)
+        return bool(cleared or zeroed), cleared if in_means else set()
 
     def _zero_parts(self, position: int) -> None:
         """Zero a parameter's elements in the sums so far."""

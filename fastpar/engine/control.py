@@ -28,13 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
-from fastpar.comm.mesh import Mesh, gather_objects
+from fastpar.comm.mesh import AXES, Mesh, gather_objects
 from fastpar.comm.recorder import extended_hash
 from fastpar.doctor.doctor import share
 from fastpar.kernels.global_norm import NORM_WORDS
 
 _BITS = 62
-_TEXT_BYTES = 2048
 MOST_LATE = 4  # steps whose words have not been compared yet
 BEGINS = (
     "a step", "a forward", "a forward without gradients", "a backward", "state_dict() or gathered()"
@@ -174,21 +173,18 @@ class Control:
             values, tokens, tally = [], None, None
         else:
             self._values, self._tokens, self.token_scale = [], None, None
-        counted = tokens is not None
-        unknown = isinstance(tokens, Tensor) or not counted
-        words = [
-            *hashes,
-            backwards,
-            functools.reduce(extended_hash, cleared, 0),
-            -1 if unknown else 0,
-        ]
-        if not unknown:
-            words[-1] = int(tokens)  # type: ignore[arg-type]
+        on_device = isinstance(tokens, Tensor)
         flags = [
             sum([1 << bit for bit, u in enumerate(used[i : i + _BITS]) if u])
             for i in range(0, self._n_params, _BITS)
         ]
-        words += flags
+        words = [
+            *hashes,
+            backwards,
+            functools.reduce(extended_hash, cleared, 0),
+            -1 if tokens is None or on_device else int(tokens),
+            *flags,
+        ]
         if words != self._words:  # else a graph finds them at their address
             host = torch.tensor(words, dtype=torch.int64, device="cpu")
             if self._device.type == "cuda":
@@ -196,7 +192,7 @@ class Control:
             self._words, self.sent = words, host
         sent = self.sent
         parts = [sent[:_HEAD]]
-        if isinstance(tokens, Tensor):
+        if on_device:
             parts = [sent[: _HEAD - 1], tokens.reshape(1).to(self._device, torch.int64)]
         if tally is not None:
             tallied = tally.take(self._device)
@@ -220,7 +216,7 @@ class Control:
                 tally.give(total[-n:], given[:, -n:])
                 total = total[:-n]
             self.contributed = total
-        if counted:
+        if tokens is not None:
             n_tokens = rows[:, _HEAD - 1].clamp(min=0).sum()
             self.token_scale = n_tokens.clamp(min=1).float() / rows.shape[0]
         if bins is None:
@@ -385,26 +381,19 @@ def gather_numbers(engine: Summing | None, mine: float) -> list[float]:
 
 def broadcast_text(engine: Summing | None, text: str) -> str:
     """The text of rank 0, on every rank. Ranks: all."""
-    if engine is None:
-        return text
-    return _texts(engine, text if engine.mesh.is_main else "").get(0, "")
+    return _texts(engine, text)[0]
 
 
 def gather_errors(engine: Summing | None, mine: str | None) -> dict[int, str]:
     """Rank -> error, of the ranks that have one. Ranks: all.
 
-    Wire: 8 bytes per rank; 16 kB more if there is an error.
+    Wire: 8 bytes per rank; the texts if there is an error.
     """
     if not any(gather_numbers(engine, float(mine is not None))):
         return {}
-    return {0: str(mine)} if engine is None else _texts(engine, mine or "")
+    return {rank: text for rank, text in enumerate(_texts(engine, mine or "")) if text}
 
 
-def _texts(engine: Summing, mine: str) -> dict[int, str]:
-    mesh = engine.mesh
-    rows = torch.zeros(mesh.world_size, _TEXT_BYTES, dtype=torch.float64, device="cpu")
-    raw = mine.encode()[:_TEXT_BYTES]
-    rows[mesh.rank, : len(raw)] = torch.tensor(list(raw), dtype=torch.float64, device="cpu")
-    sums = engine.all_reduce_scalars(rows.to(mesh.device)).to("cpu", torch.uint8).numpy()
-    texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in sums]
-    return {rank: text for rank, text in enumerate(texts) if text}
+def _texts(engine: Summing | None, mine: str) -> list[str]:
+    alone = engine is None or engine.mesh.world_size == 1
+    return [mine] if alone else gather_objects(mine, engine.mesh.group(*AXES))

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,7 +32,7 @@ from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import StepReport
 from fastpar.engine.absent import Hook, Link, engine_of_parameter
-from fastpar.engine.bucket import ON_DEVICE, BucketState, checked
+from fastpar.engine.bucket import ON_DEVICE, BucketState
 from fastpar.engine.control import Control
 from fastpar.engine.debug import Debug, InputCheck, check_replicas
 from fastpar.engine.gathers import ROOT, Gathers, RootHook
@@ -48,6 +49,10 @@ from fastpar.kernels.op import in_transform
 _MIB = 2**20
 
 
+def _nothing() -> None:
+    """No backward runs."""
+
+
 class Engine:
     """Reduces gradients and gathers parameters of one model; made by parallelize().
 
@@ -59,7 +64,7 @@ class Engine:
         shards: the buckets and parameters on this rank.
         shares: whether this rank holds less than whole parameters and gradients.
         steps_pieces: whether optimizers step pieces, or memory elsewhere, instead of p with p.grad.
-        phase: of the step; report: StepReport of the last step, None before it.
+        report: StepReport of the last step, None before it.
         tp_report: which layers are split along tp, and why; print it.
         graph_task: autograd's number of the backward that runs, or that stopped; -1: none.
     """
@@ -97,11 +102,10 @@ class Engine:
         )
         self.report: StepReport | None = None
         self.tp_report = ""
-        self.phase = StepPhase.EMPTY
-        self._before_backward = StepPhase.EMPTY  # the phase before the current backward
+        self._phase = StepPhase.EMPTY
         self.graph_task = -1
         # The callback at the end of a backward; autograd holds it until the end or a failure.
-        self._running: Callable[[], object] = lambda: None
+        self._running: Callable[[], object] = _nothing
         self._spent: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used the gradients
         self._second = False  # a further optimizer steps other parameters after the same backward
         self._cleared: set[nn.Parameter] = set()  # gradients set to None by hand since the step
@@ -139,8 +143,20 @@ class Engine:
         for bucket in self.buckets:
             bucket.take_back()
 
+    @property
+    def phase(self) -> StepPhase:
+        """Of the step; a backward that stopped has not changed it."""
+        return self._phase if self._running() is None else StepPhase.BACKWARD
+
     def _enter(self, phase: StepPhase) -> None:
-        self.phase = checked("the step", self.phase, phase, STEP_PHASES)
+        """Change the phase; raises RuntimeError if it may not follow the present one."""
+        if phase not in STEP_PHASES[self.phase]:
+            possible = " or ".join(sorted(f"'{x.value}'" for x in STEP_PHASES[self.phase]))
+            raise RuntimeError(
+                f"Engine: the step cannot go from '{self.phase.value}' to '{phase.value}', only to "
+                f"{possible}; a backward or step ran inside of another, or this is a bug of fastpar"
+            )
+        self._phase = phase
 
     # Backward
 
@@ -151,27 +167,26 @@ class Engine:
             self.shards.check()
         if torch._C._current_graph_task_id() != self.graph_task:
             self.before_unit_backward(fired=p)
-        if bucket.take({position: p.grad}, by_hook=True):
-            self._send(bucket)
+        self._take(bucket, {position: p.grad}, by_hook=True)
 
     def on_node(self, bucket: BucketState, grads: tuple[Tensor | None, ...]) -> None:
         """Backward of a bucket's node: all gradients of its uses in forwards."""
         self.before_unit_backward()
-        if bucket.take(dict(enumerate(grads))):
-            self._send(bucket)
+        self._take(bucket, dict(enumerate(grads)))
 
-    def _send(self, bucket: BucketState) -> None:
-        """All gradients of a bucket are there."""
-        if self.gathers is not None:
-            self.gathers.release_bucket(bucket)
-        self.reducer.launch_ready()
+    def _take(self, bucket: BucketState, grads: dict[int, Tensor | None], **how: bool) -> None:
+        self.reducer.check_collects(bucket, grads)
+        if bucket.take(grads, **how):  # all are there
+            if self.gathers is not None:
+                self.gathers.release_bucket(bucket)
+            self.reducer.launch_ready()
 
     def before_unit_backward(self, grad: Any = None, fired: Any = None) -> None:
         """Called before a unit's backward and for gradients: begins a backward if none runs."""
         task = torch._C._current_graph_task_id()
         if self.paused or task == self.graph_task:
             return
-        if self._running() is not None:
+        if self.phase is StepPhase.BACKWARD:
             raise RuntimeError(
                 "Engine: a backward ran inside of another, as with reentrant activation "
                 "checkpoints; use checkpoint(..., use_reentrant=False)"
@@ -192,8 +207,6 @@ class Engine:
         for bucket in self.buckets if left else ():
             bucket.zero_grad(True)
         self.graph_task = task
-        self._before_backward = self.phase
-        self._enter(StepPhase.BACKWARD)
         self.log.timer.begin()
         written = {bucket for bucket in self.buckets if bucket.written}
         self.partials.split()
@@ -214,8 +227,8 @@ class Engine:
 
     def end_backward(self) -> None:
         """End a backward: all its gradients are there."""
-        self.graph_task = -1
         self._enter(StepPhase.LOCAL)
+        self.graph_task, self._running = -1, _nothing
         if self.gathers is not None:
             self.gathers.end_backward()
         if self.micro_batches.last:
@@ -243,12 +256,6 @@ class Engine:
         self._active = self.buckets
         self.log.n_reductions += not self.log.timer.off
         self._enter(StepPhase.REDUCED)
-
-    def _resume_if_stopped(self) -> None:
-        """Restore the phase before a backward that stopped: it has changed nothing."""
-        stopped = torch._C._current_graph_task_id() != self.graph_task
-        if stopped and self.phase is StepPhase.BACKWARD:
-            self.phase = self._before_backward
 
     # Forward
 
@@ -410,7 +417,6 @@ class Engine:
         Args:
             of: zero only gradients of this optimizer's parameters; default: all of this engine's.
         """
-        self._resume_if_stopped()
         self.shards.forget_norms()
         if of is None:
             for bucket in self.buckets:
@@ -441,13 +447,11 @@ class Engine:
 
     def _forget_cleared(self, fired: Tensor | None = None) -> None:
         """Notice p.grad = None and zero_grad() of a module, which do not call the engine."""
-        self._resume_if_stopped()
         changed = False
         for bucket in self.buckets:
-            everywhere = bucket.reduced is not None
-            cleared, zeroed = bucket.forget_cleared(fired)
-            changed = changed or bool(cleared or zeroed)
-            self._cleared.update(bucket.params[i] for i in cleared if everywhere)
+            found, cleared = bucket.forget_cleared(fired)
+            changed = changed or found
+            self._cleared.update(bucket.params[i] for i in cleared)
         if changed:
             self.shards.forget_norms()
         if changed and all(bucket.empty for bucket in self.buckets):
@@ -479,7 +483,6 @@ class Engine:
                 rank, whatever accumulate says. If none is the last, the step reduces them.
             part: the chunk of a pipeline that gets gradients.
         """
-        self._resume_if_stopped()
         if self.phase is StepPhase.BACKWARD:
             raise RuntimeError(
                 "Engine.begin_micro_batch: called during a backward; call it before the forwards "
@@ -567,7 +570,8 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Bytes allocated on this rank, by kind; without optimizer state and activations."""
         shards = self.shards
-        kinds = dict.fromkeys(("parameters", "parameter shards", "gradients", "gradient shards"), 0)
+        names = "parameters", "parameter shards", "gradients", "gradient shards"
+        kinds = Counter(dict.fromkeys(names, 0))
         for bucket in shards.buckets:
             if bucket.separate:  # memory of its own, at stage 3 empty while the unit is not used
                 kinds["parameters"] += bucket.flat.untyped_storage().nbytes()
@@ -577,14 +581,12 @@ class Engine:
             for kind, x in (("gradients", bucket.grad), ("gradient shards", bucket.grad_shard)):
                 if x is not None:
                     kinds[kind] += x.nbytes
-        for kind, n in shards.storage.memory().items():
-            kinds[kind] = kinds.get(kind, 0) + n
+        kinds.update(shards.storage.memory())
         kinds["partial sums"] = sum(bucket.tree_bytes for bucket in shards.buckets)
         for axis in every():
-            for kind, n_bytes in axis.memory(shards).items():
-                kinds[kind] = kinds.get(kind, 0) + n_bytes
+            kinds.update(axis.memory(shards))
         kinds["frozen parameters"] = sum(p.nbytes for p in shards.frozen)
-        return kinds
+        return dict(kinds)
 
     def describe(self) -> str:
         """Text: the engine, memory and wire, a table of buckets, and the schedule."""

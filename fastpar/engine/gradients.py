@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from fastpar.comm.collectives import Collectives, Handle, started
 from fastpar.comm.recorder import CollectiveLog
-from fastpar.engine.bucket import BucketPhase, BucketState, Settings
+from fastpar.engine.bucket import BucketState, Settings
 from fastpar.engine.shards import Shards
 
 IN_FLIGHT = 3  # bytes of whole gradients that may be in flight, in bucket sizes
@@ -159,9 +159,6 @@ class Reducer:
         self._in_flight: deque[tuple[BucketState, Handle, Tensor]] = deque()
         self._between_copies: list[tuple[BucketState, Handle, Tensor]] = []
         self._unused: list[tuple[BucketState, int]] = []  # without a gradient of this rank
-        for bucket in self._buckets:
-            if bucket.phase is not BucketPhase.IDLE:
-                bucket.enter(BucketPhase.IDLE)
 
     def check_rests(self, rank: int) -> None:
         """Raise RuntimeError if a backward stopped after it began to send."""
@@ -172,6 +169,16 @@ class Reducer:
                 "checkpoint"
             )
 
+    def check_collects(self, bucket: BucketState, positions: Iterable[int]) -> None:
+        """Raise RuntimeError for a gradient of a bucket that was sent."""
+        for position in positions if bucket in self._now[: self.n_sent] else ():
+            raise RuntimeError(
+                f"Engine: parameter '{bucket.name(position)}' got another gradient after bucket "
+                f"{bucket.spec.index} was sent (it is 'in flight', not 'collecting'); call the "
+                "module that owns the parameter in every forward, or in none, and use its "
+                "parameters in the model's forward or after it"
+            )
+
     def begin_backward(self, buckets: Sequence[BucketState], *, last: bool, final: bool) -> None:
         """Begin a backward into these buckets; last: it reduces; final: no other in this step."""
         self._sends, self._final = last and self._buckets[0].groups.reduce is not None, final
@@ -179,9 +186,7 @@ class Reducer:
 
     def launch_ready(self) -> None:
         """Launch the ready buckets in order; see [Note: when a bucket is launched]."""
-        while self._sends and self.n_sent < len(self._now):
-            if self._now[self.n_sent].phase is not BucketPhase.READY:
-                return
+        while self._sends and self.n_sent < len(self._now) and self._now[self.n_sent].ready:
             self._launch()
 
     def finish(self) -> None:
@@ -215,7 +220,6 @@ class Reducer:
         target, grad = bucket.target(), bucket.grad
         assert grad is not None
         wire = grad if grad.dtype == bucket.wire_dtype else grad.to(bucket.wire_dtype)
-        bucket.enter(BucketPhase.IN_FLIGHT)
         self._log.note(0, index)
         with self._log.naming("starting", index):
             if scatters:
@@ -268,7 +272,6 @@ class Reducer:
             target = bucket.grad.copy_(target)  # another dtype on the wire
         bucket.storage.bring_back(bucket)
         bucket.add_reduced(target)
-        bucket.enter(BucketPhase.REDUCED)
         if self._final:
             bucket.storage.send(bucket)
 

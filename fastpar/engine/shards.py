@@ -480,9 +480,8 @@ class Shards:
                     "requires_grad=True; set requires_grad before fastpar.parallelize"
                 )
         parts = [id(p) for table in self._parameters for p in table.values()]
-        for module_ref in self._modules:
-            if module := module_ref():
-                parts += map(id, module._modules.values())
+        modules = [m for ref in self._modules if (m := ref()) is not None]
+        parts += [id(part) for m in modules for part in m._modules.values()]
         if parts != self._checked:
             known = self._check_parts()
             self._checked = parts if known else None

@@ -368,6 +368,12 @@ def fails_after_sending(loop):
     loop.backward(1)
 
 
+def uses_a_weight_before(loop):
+    """Its second gradient comes when the bucket was sent."""
+    penalty = loop.model.norm.weight.square().sum()
+    (loop.model(batch(0)).sum() + penalty).backward()
+
+
 def begins_another(more):
     """At stage 3 a forward waits for other ranks, and not for those in a step."""
 
@@ -411,6 +417,9 @@ REFUSED = [
         (True, "a step after 1 micro-batches, rank 0 a forward after 1; give"),
         (False, "a forward after 0 micro-batches, rank 0 a forward without gradients"))
       for transport in ("shm", "torch")),
+    (uses_a_weight_before,
+     r"parameter 'norm\.weight' got another gradient after bucket \d was sent \(.*; call the module "
+     r".* forward or after it", (0, 1, 2), {}),
     (saves_alone,
      BEGIN + r"a forward after 0 .*, rank 0 state_dict\(\) or gathered\(\) after 0; .* and save",
      (3,), {}),

@@ -138,7 +138,7 @@ def state_of(engine):
     micro, buckets = engine.micro_batches, engine.buckets
     of_step = engine.phase, micro.begun, micro.last, engine.log.hashes, engine.graph_task
     return of_step, [
-        (b.phase, b.live, b.shown, b.hides, b.gathering, b.kept, b.has, b.seen, b.reduced, b.zeroed)
+        (b.ready, b.live, b.shown, b.hides, b.gathering, b.kept, b.has, b.seen, b.reduced, b.zeroed)
         for b in buckets
     ]
 
