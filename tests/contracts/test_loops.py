@@ -418,8 +418,8 @@ REFUSED = [
         (False, "a forward after 0 micro-batches, rank 0 a forward without gradients"))
       for transport in ("shm", "torch")),
     (uses_a_weight_before,
-     r"parameter 'norm\.weight' got another gradient after bucket \d was sent \(.*; call the module "
-     r".* forward or after it", (0, 1, 2), {}),
+     r"parameter 'norm\.weight' got another gradient after bucket \d was sent \(.*; call the "
+     r"module .* forward or after it", (0, 1, 2), {}),
     (saves_alone,
      BEGIN + r"a forward after 0 .*, rank 0 state_dict\(\) or gathered\(\) after 0; .* and save",
      (3,), {}),
