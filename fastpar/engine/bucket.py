@@ -684,21 +684,23 @@ class BucketState:
     def _write(self, new: dict[int, Tensor], by_hook: bool) -> None:
         """Copy these into `grad`, or add them to what this rank has."""
         assert self.grad is not None
-        views, first, again = self.grad_views, new, self.has & new.keys()
+        first, again = new, self.has & new.keys()
         if by_hook and self.shows_grad:  # autograd has added it
-            first, again = {i: x for i, x in new.items() if x is not views[i]}, set()
+            first, again = {i: x for i, x in new.items() if x is not self.grad_views[i]}, set()
         elif self.shows_grad:
             for i in new.keys() - again:
                 if (grad := self.params[i].grad) is not None:  # set by hand
-                    views[i].copy_(grad)
+                    self.grad_views[i].copy_(grad)
                     again.add(i)
         if again:
+            views = self.grad_views  # made when they are needed, as `grad` is freed at stages >= 2
             torch._foreach_add_([views[i] for i in again], [new[i] for i in again])
             first = {i: x for i, x in new.items() if i not in again}
         if first:
             lists.copy_into(self.grad, [self._starts[i] for i in first], [*first.values()])
         if self.shows_grad:
-            self.marks.show({i: views[i] for i in new})
+            views = self.grad_views
+            self.marks.show({i: views[i] for i in new if by_hook or i not in self.has})
         elif by_hook:
             for i in new:
                 self.params[i].grad = None

@@ -182,6 +182,11 @@ def halve(loop, step):
             p.grad.mul_(0.5)
 
 
+def give(loop, step):
+    for p in loop.model.parameters():
+        p.grad = torch.full_like(p, 0.01)
+
+
 def only_in_step_1(names):
     return lambda loop, step: play(names)(loop, step) if step == 1 else None
 
@@ -210,6 +215,7 @@ DO = {
     "no_tied": no_grads_of("norm.weight", "wte.weight"),
     "zero_norm": lambda loop, step: loop.model.norm.weight.grad.zero_(),
     "halve": halve,
+    "give": give,
     "failing": failing_at("norm"),  # nothing was sent, but the next units were gathered
     "failing_late": failing_at("blocks.0"),  # after most gradients have come
     "locally": locally,
@@ -258,7 +264,7 @@ WITH_TWO = [  # optimizers
     "b0 clear_block b10 no_tied step clear_model",
     "b0 zero_block b10 zero_norm step zero_model step",
 ]
-BY_HAND = "clear b0 halve b20 step"
+BY_HAND = "clear b0 halve b20 step", "clear give b0 step"
 HERE = [(1, {}), (2, {}), (1, {"deterministic": True}), (2, {"deterministic": True})]
 
 
@@ -277,7 +283,8 @@ def test_loops(cells):
     ]
     for i, (names, how) in enumerate(every):
         check(names, cells[i % 4 : i % 4 + 1] if cells is FEW else cells, **how)
-    check(BY_HAND, HERE)  # where p.grad is the gradient
+    for names in BY_HAND:
+        check(names, HERE)  # where p.grad is the gradient
     for names in ("failing_late clear_model b0 step clear_model", "failing_late b0 step clear"):
         check(names, HERE[::2])  # several ranks would have sent some of them
 
