@@ -264,8 +264,30 @@ WITH_TWO = [  # optimizers
     "b0 clear_block b10 no_tied step clear_model",
     "b0 zero_block b10 zero_norm step zero_model step",
 ]
-BY_HAND = "clear b0 halve b20 step", "clear give b0 step"
+BY_HAND = (
+    "clear b0 halve b20 step",
+    "clear give b0 step",
+    "b0 b10 step step clear",
+    "b0 halve zero1 b10 step clear",
+)
 HERE = [(1, {}), (2, {}), (1, {"deterministic": True}), (2, {"deterministic": True})]
+
+
+class Listed(Net):
+    """It uses weights that it has in a list before the block to which they belong."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = [self.blocks[1].up.weight]
+
+    def forward(self, idx):
+        x = self.wte(idx)
+        for w in self.weights:
+            x = x * (1 + w.detach().square().mean())
+            x = x + (x @ w.T).tanh() @ w
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
 
 
 def halves(name):
@@ -283,8 +305,9 @@ def test_loops(cells):
     ]
     for i, (names, how) in enumerate(every):
         check(names, cells[i % 4 : i % 4 + 1] if cells is FEW else cells, **how)
+    check("b0 step clear", [(2, {"stage": 3})], build=Listed)
     for names in BY_HAND:
-        check(names, HERE)  # where p.grad is the gradient
+        check(names, HERE, split=halves)  # where p.grad is the gradient
     for names in ("failing_late clear_model b0 step clear_model", "failing_late b0 step clear"):
         check(names, HERE[::2])  # several ranks would have sent some of them
 

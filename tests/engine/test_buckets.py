@@ -49,7 +49,7 @@ def test_no_gradient_waits_longer_than_its_backward(stage, dropped):
 
 # Backward ends with the embedding, so the gradient of a table that is tied to the head is complete
 # when nothing is left to compute. No block may wait for that, only what is outside of the blocks.
-def order_of_sends(stage):
+def order_of_sends(stage, name):
     """Bytes of each reduction, and between them where the embedding's backward begins."""
     config = GPTConfig(n_layer=3, n_head=2, n_embd=16, block_size=8, vocab_size=2000, dropout=0.0)
     small = {"bucket_mb": 0.01, "first_bucket_mb": 0.002}
@@ -61,14 +61,15 @@ def order_of_sends(stage):
     group = engine.shards.buckets[0].groups.reduce
     group.observers += (lambda group, op, n_bytes, begin: seen.append(n_bytes) or begin(),)
     ids = torch.zeros(2, 8, dtype=torch.int64)  # repeated: nobody counts them
-    model(ids, ids).backward()
+    getattr(model, name)(ids, ids).backward()
     sizes = [b.spec.numel * 4 for b in engine.shards.buckets]
     return [x for x in seen if x == "embedding" or x in sizes], sizes
 
 
-@sweep("stage", STAGES)
-def test_nothing_but_the_last_buckets_waits_for_the_table(stage):
-    for seen, sizes in run_ranks(order_of_sends, 2, stage):
+@sweep(("stage", "name"), [*((stage, "__call__") for stage in STAGES), (0, "forward")])
+def test_nothing_but_the_last_buckets_waits_for_the_table(stage, name):
+    """Also of forwards that have no hooks and so use the parameters themselves."""
+    for seen, sizes in run_ranks(order_of_sends, 2, stage, name):
         at = seen.index("embedding")
         assert len(sizes) > 4
         assert seen[:at] + seen[at + 1 :] == sizes  # each once, in their order
