@@ -281,6 +281,7 @@ class BucketState:
         groups: that exchange it; device: where it lies.
         wire_dtype: of gradients between ranks.
         grad: [P] gradients of this rank, None while they are freed; grad_views: each parameter's.
+        used: stage 0: its elements, one for each parameter, see layout.py; made with grad_views.
         reduced: [S] ([P] at stage 0) mean over the ranks, None until the first of a step.
     """
 
@@ -303,8 +304,8 @@ class BucketState:
         self.rank, self.own = rank, slice(*spec.shard(rank))
         self.pieces = [layout.piece(i, rank) for i in spec.slots]
         self._shapes = [s.spec.shape for s in self.slots]
-        edges = [x for s in self.slots for x in (s.start, s.stop)] + [spec.numel]
-        # Of each slot and of the gap behind it.
+        edges = [x for s in self.slots for x in (s.start, s.stop)] + [spec.used_start, spec.numel]
+        # Of each slot and of the gap behind it, and of `used`.
         self._sizes = [b - a for a, b in itertools.pairwise(edges)]
         stage, self.grad_dtype = settings.stage, settings.grad_dtype or spec.dtype
         # Memory that peers read without a copy.
@@ -346,6 +347,7 @@ class BucketState:
         self.grad: Tensor | None = None
         self._starts = [s.start for s in self.slots]
         self._grad_views: list[Tensor] | None = None
+        self.used: Any = None
         if not stage.frees_gradients:
             self._set_grad(self._empty(groups.reduce, spec.numel, self.grad_dtype))
         self.grad_shard: Tensor | None = self._new_shard() if stage.frees_gradients else None
@@ -646,7 +648,7 @@ class BucketState:
         self.reduced, self.grad_shard, self._piece_views = grads, None, None
 
     def _set_grad(self, grad: Tensor | None) -> None:
-        self.grad, self._grad_views = grad, None
+        self.grad, self._grad_views, self.used = grad, None, None
         self._note_version()
 
     @property
@@ -654,8 +656,9 @@ class BucketState:
         """Each parameter's part of grad, in its shape."""
         if self._grad_views is None:
             assert self.grad is not None
-            parts = self.grad.split_with_sizes(self._sizes)[::2]
+            *parts, used = self.grad.split_with_sizes(self._sizes)[::2]
             self._grad_views = [part.view(shape) for part, shape in zip(parts, self._shapes)]
+            self.used = used[: len(parts)]
         return self._grad_views
 
     def take(self, given: dict[int, Tensor | None], *, by_hook: bool = False) -> bool:
@@ -737,22 +740,16 @@ class BucketState:
             self.check_given(position)
             self.grad_views[position].zero_()
         if flags:
-            used = self.used()
-            used.fill_(1.0)
+            self.used.fill_(1.0)
             for position in missing:
                 # Deterministic: the gradients of earlier micro-batches are not in `grad`.
-                used[position] = float(self.deterministic and position in self.seen)
+                self.used[position] = float(self.deterministic and position in self.seen)
         return missing
 
     def check_given(self, position: int) -> None:
         """Refuse a p.grad that no backward produced."""
         if position not in self.has and self.params[position].grad is not None:
             self.marks.refuse(position)
-
-    def used(self) -> Tensor:
-        """Stage 0: one element per parameter, see layout.py."""
-        assert self.grad is not None
-        return self.grad[self.spec.used_start :][: len(self.params)]
 
     def keep_local(self) -> None:
         """Deterministic: keep this micro-batch's gradients separately, for the tree."""

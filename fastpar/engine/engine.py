@@ -116,12 +116,7 @@ class Engine:
             hides = self.settings.grad_dtype not in (None, p.dtype)
             if self.shares or self.settings.deterministic or hides:  # p.grad must be None before
                 p.register_hook(Hook(me, Engine.before_unit_backward))
-
-        def collect(bucket: BucketState, grads: tuple[Tensor | None, ...]) -> None:
-            if (engine := me()) is not None:
-                engine.on_node(bucket, grads)
-
-        shards.connect(collect)
+        shards.connect(Hook(me, Engine.on_node))
         model = shards.model()
         if self.gathers is None and model is not None:
             model.register_forward_pre_hook(RootHook(me, Engine._lend_all), prepend=True)

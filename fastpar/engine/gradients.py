@@ -288,7 +288,7 @@ class Reducer:
             for position in sorted(bucket.seen):
                 bucket.adopt(position)
         if self._unused:  # the host waits for the device, once
-            flags = [bucket.used()[position].float() for bucket, position in self._unused]
+            flags = [bucket.used[position].float() for bucket, position in self._unused]
             for (bucket, position), used in zip(self._unused, torch.stack(flags).tolist()):
                 if used > 0:
                     bucket.adopt(position)
