@@ -894,7 +894,7 @@ class BucketState:
             for i in positions - zero:
                 self.params[i].grad = None
         self._drop(positions - zero, zero)
-        if not written:
+        if not written or self.zeroed:
             self._note_version()
 
     def _drop(self, cleared: set[int], zeroed: set[int]) -> None:

@@ -173,7 +173,6 @@ class Control:
             values, tokens, tally = [], None, None
         else:
             self._values, self._tokens, self.token_scale = [], None, None
-        on_device = isinstance(tokens, Tensor)
         flags = [
             sum([1 << bit for bit, u in enumerate(used[i : i + _BITS]) if u])
             for i in range(0, self._n_params, _BITS)
@@ -182,7 +181,7 @@ class Control:
             *hashes,
             backwards,
             functools.reduce(extended_hash, cleared, 0),
-            -1 if tokens is None or on_device else int(tokens),
+            -1 if tokens is None or isinstance(tokens, Tensor) else int(tokens),
             *flags,
         ]
         if words != self._words:  # else a graph finds them at their address
@@ -192,7 +191,7 @@ class Control:
             self._words, self.sent = words, host
         sent = self.sent
         parts = [sent[:_HEAD]]
-        if on_device:
+        if isinstance(tokens, Tensor):
             parts = [sent[: _HEAD - 1], tokens.reshape(1).to(self._device, torch.int64)]
         if tally is not None:
             tallied = tally.take(self._device)
@@ -360,17 +359,9 @@ def prove_together(mesh: Mesh) -> None:
         share(dist.PrefixStore(f"proofs {mesh.start}", store), kinds)
 
 
-class Summing(Protocol):
-    """An engine, as far as it sums numbers over ranks."""
-
-    mesh: Mesh
-
-    def all_reduce_scalars(self, values: Tensor) -> Tensor:
-        """The sum over the ranks."""
-
-
-def gather_numbers(engine: Summing | None, mine: float) -> list[float]:
-    """The numbers of all ranks, in rank order, on every rank. Ranks: all."""
+def gather_numbers(engine: Any, mine: float) -> list[float]:
+    """The numbers of all ranks, in rank order, on every rank; engine: None on one rank. Ranks:
+    all."""
     if engine is None:
         return [mine]
     mesh = engine.mesh
@@ -379,12 +370,12 @@ def gather_numbers(engine: Summing | None, mine: float) -> list[float]:
     return engine.all_reduce_scalars(values).tolist()
 
 
-def broadcast_text(engine: Summing | None, text: str) -> str:
+def broadcast_text(engine: Any, text: str) -> str:
     """The text of rank 0, on every rank. Ranks: all."""
     return _texts(engine, text)[0]
 
 
-def gather_errors(engine: Summing | None, mine: str | None) -> dict[int, str]:
+def gather_errors(engine: Any, mine: str | None) -> dict[int, str]:
     """Rank -> error, of the ranks that have one. Ranks: all.
 
     Wire: 8 bytes per rank; the texts if there is an error.
@@ -394,6 +385,6 @@ def gather_errors(engine: Summing | None, mine: str | None) -> dict[int, str]:
     return {rank: text for rank, text in enumerate(_texts(engine, mine or "")) if text}
 
 
-def _texts(engine: Summing | None, mine: str) -> list[str]:
+def _texts(engine: Any, mine: str) -> list[str]:
     alone = engine is None or engine.mesh.world_size == 1
     return [mine] if alone else gather_objects(mine, engine.mesh.group(*AXES))

@@ -91,7 +91,6 @@ class Engine:
         self.gathers = Gathers(units, shards, self) if by_unit else None
         self.partials = PartialGradients(shards)
         self._last_bucket = shards.buckets[-1].spec.index
-        self._active = self.buckets  # those that this backward writes or sends
         copy = shards.ranks_of_copy()
         stages = shards.stages
         n_params = len(shards.params) if stages is None else stages.n_params
@@ -211,14 +210,14 @@ class Engine:
             skipped = self.gathers.skipped()
         self.micro_batches.begin_backward()
         part, last = self.micro_batches.part, self.micro_batches.last
-        if part is not None and not (last and not self.settings.reduces_each):
-            self._active = [b for b in self.buckets if b.spec.part == part]
-        for bucket in self._active:
+        alone = part is not None and not (last and not self.settings.reduces_each)
+        active = [b for b in self.buckets if b.spec.part == part] if alone else self.buckets
+        for bucket in active:
             others = part not in (None, bucket.spec.part)
             bucket.begin_backward(skipped=bucket.spec.unit in skipped or others)
             if self.settings.deterministic and not others:
                 bucket.set_aside(anew=bucket in written)
-        self.reducer.begin_backward(self._active, last=last, final=self.micro_batches.final)
+        self.reducer.begin_backward(active, last=last, final=self.micro_batches.final)
 
     def end_backward(self) -> None:
         """End a backward: all its gradients are there."""
@@ -229,26 +228,25 @@ class Engine:
         if self.micro_batches.last:
             self._reduce()
             return
-        for bucket in self._active:
+        for bucket in self.reducer.active:
             if self.settings.deterministic:
                 bucket.keep_local()
             bucket.mark(hidden=self.stage.shards or self.settings.deterministic)
         self.reducer.reset()
-        self._active = self.buckets
 
     def _reduce(self) -> None:
         """Reduce all gradients to means over the ranks."""
         self.shards.forget_norms()
         self.shards.check()
-        for bucket in self._active:  # in step() they are still hidden: no backward lifted them
+        active = self.reducer.active
+        for bucket in active:  # in step() they are still hidden: no backward lifted them
             if bucket.marks.hidden:
                 bucket.marks.lift()
         self.reducer.finish()
         if not self.stage.shards:
             self.partials.sum()
-        for bucket in self._active:
+        for bucket in active:
             bucket.mark(hidden=self.stage.shards)
-        self._active = self.buckets
         self.log.n_reductions += not self.log.timer.off
         self._enter(StepPhase.REDUCED)
 

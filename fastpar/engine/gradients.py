@@ -49,12 +49,6 @@ IN_FLIGHT = 3  # bytes of whole gradients that may be in flight, in bucket sizes
 _PATIENCE_S = 1.0  # see [Note: when a bucket is launched]
 
 
-def too_many_in_flight(n_bytes: Iterable[int], bucket_mb: float) -> bool:
-    """Whether to wait for the oldest bucket in flight; two are always allowed."""
-    sizes = list(n_bytes)
-    return len(sizes) > 2 and sum(sizes) > IN_FLIGHT * bucket_mb * 2**20
-
-
 def refuse_missing(name: str) -> NoReturn:
     """Raise: a graph of a step would have to know who has gradients of a parameter."""
     raise RuntimeError(
@@ -136,7 +130,8 @@ class Reducer:
         log: records every collective.
         on_cpu: whether a wait blocks the host.
     Attributes:
-        n_sent: buckets whose reduction was launched in this backward.
+        active: the buckets that this backward writes or sends, in the order of their reductions.
+        n_sent: how many of them were sent in this backward.
     """
 
     def __init__(
@@ -155,7 +150,7 @@ class Reducer:
         """Forget the last backward; nothing is in flight."""
         self.n_sent = 0
         self._sends = self._in_backward = self._final = False
-        self._patient, self._now = True, self._buckets
+        self._patient, self.active = True, self._buckets
         self._in_flight: deque[tuple[BucketState, Handle, Tensor]] = deque()
         self._between_copies: list[tuple[BucketState, Handle, Tensor]] = []
         self._unused: list[tuple[BucketState, int]] = []  # without a gradient of this rank
@@ -164,14 +159,14 @@ class Reducer:
         """Raise RuntimeError if a backward stopped after it began to send."""
         if self.n_sent:
             raise RuntimeError(
-                f"Engine: an earlier backward stopped with {self.n_sent} of {len(self._now)} "
+                f"Engine: an earlier backward stopped with {self.n_sent} of {len(self.active)} "
                 f"buckets sent on rank {rank}, so the ranks are out of step; restart from a "
                 "checkpoint"
             )
 
     def check_collects(self, bucket: BucketState, positions: Iterable[int]) -> None:
         """Raise RuntimeError for a gradient of a bucket that was sent."""
-        for position in positions if bucket in self._now[: self.n_sent] else ():
+        for position in positions if bucket in self.active[: self.n_sent] else ():
             raise RuntimeError(
                 f"Engine: parameter '{bucket.name(position)}' got another gradient after bucket "
                 f"{bucket.spec.index} was sent (it is 'in flight', not 'collecting'); call the "
@@ -182,11 +177,11 @@ class Reducer:
     def begin_backward(self, buckets: Sequence[BucketState], *, last: bool, final: bool) -> None:
         """Begin a backward into these buckets; last: it reduces; final: no other in this step."""
         self._sends, self._final = last and self._buckets[0].groups.reduce is not None, final
-        self._in_backward, self._now = True, buckets
+        self._in_backward, self.active = True, buckets
 
     def launch_ready(self) -> None:
         """Launch the ready buckets in order; see [Note: when a bucket is launched]."""
-        while self._sends and self.n_sent < len(self._now) and self._now[self.n_sent].ready:
+        while self._sends and self.n_sent < len(self.active) and self.active[self.n_sent].ready:
             self._launch()
 
     def finish(self) -> None:
@@ -195,7 +190,7 @@ class Reducer:
         if self._buckets[0].groups.reduce is None:
             self._finish_alone()
         else:
-            while self.n_sent < len(self._now):
+            while self.n_sent < len(self.active):
                 self._launch()
             while self._in_flight:
                 self._finish_oldest()
@@ -208,7 +203,7 @@ class Reducer:
 
     def _launch(self) -> None:
         """Start the next bucket's reduction; `grad` must not change until it is done."""
-        bucket = self._now[self.n_sent]
+        bucket = self.active[self.n_sent]
         index, group = bucket.spec.index, bucket.groups.reduce
         assert group is not None
         scatters = self._settings.stage.shards
@@ -240,12 +235,13 @@ class Reducer:
             self._limit_in_flight()
 
     def _limit_in_flight(self) -> None:
-        """Wait for reductions until few whole gradients are in flight."""
+        """Wait for reductions until few whole gradients are in flight; two are always allowed."""
         settings = self._settings
         hurried = settings.stage.frees_parameters and self._on_cpu and self._in_backward
-        while self._patient and too_many_in_flight(
-            (bucket.grad_bytes for bucket, _, _ in self._in_flight), settings.bucket_mb
-        ):
+        most = IN_FLIGHT * settings.bucket_mb * 2**20
+        while self._patient and len(self._in_flight) > 2:
+            if sum(bucket.grad_bytes for bucket, _, _ in self._in_flight) <= most:
+                return
             try:
                 self._finish_oldest(_PATIENCE_S if hurried else None)
             except TimeoutError:
@@ -277,7 +273,7 @@ class Reducer:
 
     def _finish_alone(self) -> None:
         """Without other ranks: only sum the tree over micro-batches."""
-        for bucket in self._now if self._settings.deterministic else ():
+        for bucket in self.active if self._settings.deterministic else ():
             bucket.fill_missing(flags=False)
             bucket.add_local()
             bucket.add_reduced(bucket.target())
