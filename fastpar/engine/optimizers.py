@@ -52,7 +52,7 @@ from fastpar.engine.absent import engines_of
 from fastpar.engine.bucket import ON_DEVICE
 
 _SHAPES, _STEPS = ((32, 32), (16, 32)), 32  # of the trial
-_TRIAL = threading.Lock()  # it seeds generators that all threads share
+_TRIAL = threading.Lock()  # it restores generators that all threads share
 _HALF = (torch.bfloat16, torch.float16)
 # Entries that this package adds to the state of any optimizer: like the parameter, and counts.
 OF_WEIGHTS = ("average", "outer_weight", "outer_momentum")
@@ -151,9 +151,9 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _as_piece(values: Tensor, requires_grad: bool = True) -> nn.Parameter:
+def _as_piece(values: Tensor) -> nn.Parameter:
     """A parameter that an optimizer steps in the place of a model's."""
-    piece = nn.Parameter(values, requires_grad=requires_grad)
+    piece = nn.Parameter(values)
     piece._fastpar_piece = True  # type: ignore[attr-defined]  # see comm/mesh.py
     return piece
 
@@ -214,7 +214,7 @@ class Stepped:
         self._is_whole = True  # the state's entries are those of whole parameters
         self._pieces: dict[Tensor, nn.Parameter] = {}
         self._stepped: list[tuple[Tensor, nn.Parameter, Tensor]] = []  # while it steps
-        self._threads = 0
+        self._threads = self._n_entries = 0
         self._before = optimizer.register_step_pre_hook(self._begin).id
         self._after = optimizer.register_step_post_hook(self._end).id
         optimizer.register_state_dict_post_hook(self._make_whole)
@@ -251,22 +251,22 @@ class Stepped:
         for p, engine in zip(params, owners):
             if engine is None:
                 continue
-            value, grad = pieces[p].param.detach(), pieces[p].grad
-            x = self._pieces.get(p)
+            (value, grad, _), x = pieces[p], self._pieces.get(p)
             if x is None:
-                x = self._pieces[p] = _as_piece(value, p.requires_grad)
+                x = self._pieces[p] = _as_piece(value.detach())
             if grad is not None and p not in without:
                 x.grad = _divided(grad, engine.control.token_scale, x)
             self._stepped.append((p, x, value))
         for engine in engines:
             engine.begin_step_of_pieces()
         for group in optimizer.param_groups:
-            group["params"] = [self._piece(p) for p in group["params"]]
+            group["params"] = [self._pieces.get(p, p) for p in group["params"]]
         for p, x, _ in self._stepped:
-            if entries := {n: v for n, v in optimizer.state.get(p, {}).items() if n not in _OURS}:
+            if entries := optimizer.state.pop(p, None):
                 optimizer.state[x] = entries
-        if any(x.device.type == "cpu" and x.dtype in _HALF for _, x, _ in self._stepped):
-            self._threads = torch.get_num_threads()
+        n = torch.get_num_threads()
+        if n > 1 and any(x.device.type == "cpu" and x.dtype in _HALF for _, x, _ in self._stepped):
+            self._threads = n
             torch.set_num_threads(1)
         return args, kwargs
 
@@ -277,20 +277,22 @@ class Stepped:
         if self._threads:
             torch.set_num_threads(self._threads)
             self._threads = 0
-        of = {x: p for p, x, _ in done}
+        of: dict[Tensor, Tensor] = {x: p for p, x, _ in done}
         for group in optimizer.param_groups:
             group["params"] = [of.get(x, x) for x in group["params"]]
+        n_entries = 0
         for p, x, value in done:
             x.grad = None
             if x.data_ptr() != value.data_ptr():  # the optimizer replaced x.data
-                x.data = value.copy_(x.detach())
-            new, old = optimizer.state.pop(x, {}), optimizer.state.get(p, {})
-            for name in old.keys() - _OURS - new.keys():
-                del old[name]
-            if new:
-                optimizer.state[p].update(new)
+                value.detach().copy_(x.detach())
+                x.data = value.detach()
+            if entries := optimizer.state.pop(x, None):
+                n_entries += len(entries)
+                optimizer.state[p] = entries
         engines = [e for e in dict.fromkeys(engines_of(of.values())) if e is not None]
-        self._check_state(optimizer, engines)
+        if n_entries != self._n_entries:
+            self._n_entries = n_entries
+            self._check_state(optimizer, engines)
         for engine in engines:
             engine.after_step()
 
@@ -459,6 +461,8 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 def _divided(grad: Tensor, tokens: Tensor | None, x: Tensor) -> Tensor:
     """The gradient of one of `tokens` tokens in the dtype of x; divided in fp32."""
+    if tokens is None and grad.dtype == x.dtype:
+        return grad
     if tokens is not None:
         wide = torch.promote_types(grad.dtype, torch.float32)
         grad = grad.to(wide) * (1.0 / tokens.to(grad.device, torch.float32))
@@ -517,10 +521,9 @@ def _step_runs(
     n = len(_SHAPES)
     params: list[Tensor] = [_as_piece(x.clone()) for x in values]
     of_runs = [params[i : i + n] for i in range(0, len(params), n)]
-    generators, on_gpu = [torch.default_generator], []
+    on_gpu = []
     if device.type == "cuda":
         on_gpu = [torch.cuda.current_device() if device.index is None else device.index]
-        generators += [torch.cuda.default_generators[i] for i in on_gpu]
     first: set[str] = set()
     with _TRIAL, torch.random.fork_rng(on_gpu), _one_thread():
         inners = [_copy_of(optimizer, options, xs) for xs in of_runs]
@@ -528,9 +531,7 @@ def _step_runs(
         for i, grads in enumerate(gradients):
             for x, grad in zip(params, grads):
                 x.grad = grad.clone()
-            for seed, inner in enumerate(inners):
-                for generator in generators:
-                    generator.manual_seed(seed)
+            for inner in inners:
                 inner.step()
             if i == 0:
                 first = set(inners[0].state.get(params[0], {}))
