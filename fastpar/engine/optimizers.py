@@ -292,7 +292,7 @@ class Stepped:
         engines = [e for e in dict.fromkeys(engines_of(of.values())) if e is not None]
         if n_entries != self._n_entries:
             self._n_entries = n_entries
-            self._check_state(optimizer, engines)
+            self._check_trials(optimizer, engines, stepped=True)
         for engine in engines:
             engine.after_step()
 
@@ -310,28 +310,31 @@ class Stepped:
             )
         if getattr(optimizer, "found_inf", None) is not None:
             refuse_scaler(self.name, engines)
-        if shared := [engine for engine in engines if engine.shares]:
-            try:
-                self.learn(optimizer, in_pieces=True)
-            except NotElementwise as why:
-                raise self._refusal(why, shared) from why.__cause__
+        self._check_trials(optimizer, engines, stepped=False)
 
-    def _refusal(self, why: object, shared: list[Any]) -> RuntimeError:
-        return RuntimeError(
-            f"{self.name}.step: {self.name} is not elementwise, as {why}, so it cannot run with "
-            f"{shared[0].sharing}; use an elementwise optimizer (fastpar.AdamW, or fastpar.Muon, "
-            "which gathers matrices), or zero_stage=0 without tp"
-        )
-
-    def _check_state(self, optimizer: torch.optim.Optimizer, engines: list[Any]) -> None:
-        """Refuse entries that the trial did not show where ranks have parts of them."""
+    def _check_trials(
+        self, optimizer: torch.optim.Optimizer, engines: list[Any], *, stepped: bool
+    ) -> None:
+        """Where ranks have parts of tensors, refuse an optimizer that needs whole ones, and entries
+        that its trial did not show."""
         shared = [engine for engine in engines if engine.shares]
-        if shared and self.strange(optimizer):
-            self.trials.clear()  # an option was changed
+        if not shared:
+            return
+        try:
             self.learn(optimizer, in_pieces=True)
-            if names := self.strange(optimizer):
-                why = f"its state has '{names[0]}', unlike in the trial of {_STEPS} steps"
-                raise self._refusal(why, shared)
+            if stepped and self.strange(optimizer):
+                self.trials.clear()  # an option was changed
+                self.learn(optimizer, in_pieces=True)
+                if names := self.strange(optimizer):
+                    raise NotElementwise(
+                        f"its state has '{names[0]}', unlike in the trial of {_STEPS} steps"
+                    )
+        except NotElementwise as why:
+            raise RuntimeError(
+                f"{self.name}.step: {self.name} is not elementwise, as {why}, so it cannot run "
+                f"with {shared[0].sharing}; use an elementwise optimizer (fastpar.AdamW, or "
+                "fastpar.Muon, which gathers matrices), or zero_stage=0 without tp"
+            ) from why.__cause__
 
     def strange(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Entries of its state that are not as in the trial."""
@@ -405,7 +408,7 @@ class Stepped:
         self._is_whole = True
 
     def cut(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep this rank's part of whole entries that were loaded.
+        """Keep this rank's part of entries that were loaded, or made in the constructor.
 
         Raises:
             RuntimeError: they are not this optimizer's, of these parameters.
@@ -414,22 +417,27 @@ class Stepped:
             return
         new: dict[Tensor, dict[str, Any]] = {}
         for p, engine in _shared(optimizer):
-            whole = engine.shards.whole_shape(p)
             for name, value in optimizer.state.get(p, {}).items():
-                entry = self.entries.get(name)
-                like = name in OF_WEIGHTS or (entry is not None and entry.like)
-                known = like or name in _OURS or entry is not None
-                if not known or (like and getattr(value, "shape", None) != whole):
-                    raise RuntimeError(
-                        f"{self.name}.step: expected the state of {self.name} for parameter "
-                        f"'{engine.shards.name_of(p)}' of shape {list(whole)}, got {name} of "
-                        f"shape={list(getattr(value, 'shape', ()))}; load the state_dict() that "
-                        "was saved with this model and these options"
-                    )
-                new.setdefault(p, {})[name] = engine.shards.shard_of(value, p) if like else value
+                new.setdefault(p, {})[name] = self._part_of(name, value, p, engine)
         for p, entries in new.items():
             optimizer.state[p] = entries
         self._is_whole = False
+
+    def _part_of(self, name: str, value: Any, p: Tensor, engine: Any) -> Any:
+        shape, whole = getattr(value, "shape", None), engine.shards.whole_shape(p)
+        if self.block(name) and shape == whole:
+            return engine.shards.shard_of(value, p)
+        if self.block(name) and shape == p.shape:  # made by the constructor, of a slice along tp
+            _, start, stop = engine.shards.place(p)
+            return value.reshape(-1)[start:stop].clone() if engine.stage.shards else value
+        if self.block(name) or name not in {*self.entries, *_OURS}:
+            raise RuntimeError(
+                f"{self.name}.step: expected the state of {self.name} for parameter "
+                f"'{engine.shards.name_of(p)}' of shape {list(whole)}, got {name} of "
+                f"shape={list(shape or ())}; load the state_dict() that was saved with this model "
+                "and these options"
+            )
+        return value
 
     def _make_whole(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Any:
         """Hook of state_dict(). Ranks: all, if parameters are sharded or split."""
