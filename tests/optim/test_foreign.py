@@ -439,8 +439,8 @@ def test_a_step_that_fails_ends_the_run():
                 raise MemoryError
             p.sub_(grad, alpha=lr)
 
-    def ranks():
-        model = on_ranks(3)
+    def ranks(stage):
+        model = on_ranks(stage)
         optimizer = Fails(model.parameters())
         train(model, optimizer, [0])
         model(gradients(1)).backward()
@@ -454,7 +454,8 @@ def test_a_step_that_fails_ends_the_run():
             with pytest.raises(RuntimeError, match=r"step of an optimizer failed, .* restart"):
                 again()
 
-    run_ranks(ranks, 2)
+    for stage in (2, 3):
+        run_ranks(ranks, 2, stage)
 
 
 def to_norm(p, grad, lr, state):
