@@ -371,6 +371,13 @@ def one_rank_clears(loop):
     loop.step()
 
 
+def one_rank_counts(loop):
+    if loop.rank == 0:
+        loop.count(0)
+    loop.backward(0, sums=True)
+    loop.step()
+
+
 def replaces(loop):
     loop.backward(0)
     loop.model.norm.weight.grad = torch.zeros_like(loop.model.norm.weight)
@@ -436,6 +443,7 @@ REFUSED = [
                         (True, "zero_grad.. of some parameters came after"))
       for how in (clear, clear_model)),
     *((body, message, STAGES, {}) for body, message in (
+        (one_rank_counts, r"rank 1 did not call count_tokens\(\), others did; call it on every"),
         (one_rank_clears, r"Engine: ranks 0 and 1 set different gradients to None .*; set"),
         (replaces, r"p\.grad of 'norm\.weight' was replaced by another tensor; set it to None"),
         (steps_twice,
