@@ -97,7 +97,8 @@ _WRITERS = {
 _COPIES = {"__deepcopy__": "copy.deepcopy", "__reduce_ex__": "pickle"}
 
 
-def _refuse(what: str, name: str, action: str) -> NoReturn:
+def _refuse(what: str, p: Tensor, action: str) -> NoReturn:
+    name = _name_of(p)
     if action == "data":
         raise RuntimeError(
             f"parallelize: p.data of parameter '{name}' was replaced, but its memory is part of a "
@@ -121,27 +122,23 @@ class Absent(Tensor):
     """Nans in place of a gradient or of an absent parameter's data: [Note: absent tensors].
 
     Attributes:
+        is_grad: it is p.grad, not a view of it.
         zeroed: zero_() was called on it.
     """
 
     _what = "parameter"
-    _name = ""
-    _ranks = (0, 1)
-    _of: Any = None  # a gradient's parameter, a weak reference
-    zeroed = False
+    _of: Any = None  # a weak reference to the parameter
+    is_grad = zeroed = False
 
     @staticmethod
-    def of(nans: Tensor, what: str, name: str, ranks: tuple[int, int]) -> Absent:
-        """Make nans a placeholder of the parameter or gradient with this name.
-
-        ranks: this rank's number among the ranks that hold its shards, and how many they are.
-        """
+    def of(nans: Tensor, what: str, p: weakref.ref[Tensor]) -> Absent:
+        """Make nans a placeholder of a parameter or of its gradient."""
         made: Absent = torch.Tensor._make_subclass(Absent, nans)
-        made._what, made._name, made._ranks = what, name, ranks
+        made._what, made._of = what, p
         return made
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return _shown(self._what, self.shape, self._ranks)
+        return _shown(self._what, self.shape, self._of())
 
     @classmethod
     def __torch_function__(
@@ -157,7 +154,7 @@ class Absent(Tensor):
             touched = [args[0]]
         for x in _absent((touched, kwargs.get("out"))):
             if not (zeroes and x._what == "gradient"):
-                _refuse(x._what, x._name, name)
+                _refuse(x._what, x._of(), name)
             x.zeroed = True
         first = args[0] if args else None
         reads = _reads_values(func)
@@ -165,7 +162,7 @@ class Absent(Tensor):
             others = args[1:] if isinstance(first, Absent) else args
             for x in _absent([] if name in _LIKE else [others, *kwargs.values()]):
                 if x._what == "parameter":
-                    _refuse(x._what, x._name, name)
+                    _refuse(x._what, x._of(), name)
         with torch._C.DisableTorchFunctionSubclass():
             if zeroes:  # there is no memory to write
                 rest = [x for x in _tensors(touched) if not isinstance(x, Absent)]
@@ -178,22 +175,20 @@ class Absent(Tensor):
             made = tuple(_tensors(out))
             views = made and all(_share(first, x) for x in made)
             if views or (is_parameter and name in _CONVERSIONS):
-                kept = [Absent.of(x, first._what, first._name, first._ranks) for x in made]
+                kept = [Absent.of(x, first._what, first._of) for x in made]
                 return kept[0] if isinstance(out, Tensor) else type(out)(kept)
             if reads and is_parameter:
-                _refuse(first._what, first._name, name)
+                _refuse(first._what, first._of(), name)
         return out
 
 
-def _shown(what: str, shape: torch.Size, ranks: tuple[int, int]) -> str:
+def _shown(what: str, shape: torch.Size, p: Tensor) -> str:
     """The text of repr(): the values are nan, so it says what they stand for and where to look."""
     noun, reads = ("shard", "gathered") if what == "parameter" else ("gradient shard", "grads")
-    rank, n = ranks
-    part = (
-        f"{noun} of {[*shape]}, rank {rank} of {n}"
-        if n > 1
-        else f"{what} of {[*shape]}, kept elsewhere"
-    )
+    part, engine = f"{what} of {[*shape]}, kept elsewhere", engine_of_parameter(p)
+    bucket = None if engine is None else engine.shards.bucket_of(p)
+    if bucket is not None and bucket.spec.n_shards > 1:
+        part = f"{noun} of {[*shape]}, rank {bucket.rank} of {bucket.spec.n_shards}"
     return f"{part}; engine_of(model).{reads}() shows it"
 
 
@@ -237,7 +232,7 @@ def _on_gradients(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return None
     grads: list[Any] = list(_tensors([args[0]]))
     rest = [*args[1:], *kwargs.values()]
-    if not grads or not all(isinstance(x, Absent) and x._of for x in grads):
+    if not grads or not all(isinstance(x, Absent) and x.is_grad for x in grads):
         return None
     if any(isinstance(x, list | tuple) or (isinstance(x, Tensor) and x.numel() > 1) for x in rest):
         return None
@@ -262,14 +257,6 @@ def _name_of(p: Tensor) -> str:
     return "?" if engine is None else engine.shards.name_of(p)
 
 
-def _ranks_of(p: Tensor) -> tuple[int, int]:
-    engine = engine_of_parameter(p)
-    if engine is None:
-        return 0, 1
-    bucket = engine.shards.bucket_of(p)
-    return bucket.rank, bucket.spec.n_shards
-
-
 _data: Any = nn.Parameter.data  # the descriptor that AbsentParameter hides
 
 
@@ -280,21 +267,21 @@ class AbsentParameter(nn.Parameter):
     def data(self) -> Tensor:
         if _gather(self):
             return _data.__get__(self)
-        return Absent.of(_data.__get__(self), "parameter", _name_of(self), _ranks_of(self))
+        return Absent.of(_data.__get__(self), "parameter", weakref.ref(self))
 
     @data.setter
     def data(self, new: Tensor) -> None:
         old = _data.__get__(self)
         same = (new.dtype, new.shape, new.stride()) == (old.dtype, old.shape, old.stride())
         if not same or new.data_ptr() != old.data_ptr():  # module.to() without effect is allowed
-            _refuse("parameter", _name_of(self), "data")
+            _refuse("parameter", self, "data")
 
     def detach(self) -> Tensor:
         """Like torch's; the result is absent too."""
         return self.data
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Parameter containing:\n{_shown('parameter', self.shape, _ranks_of(self))}"
+        return f"Parameter containing:\n{_shown('parameter', self.shape, self)}"
 
     @classmethod
     def __torch_function__(
@@ -317,7 +304,7 @@ class AbsentParameter(nn.Parameter):
                     "`with fastpar.engine_of(model).gathered():`, on all ranks"
                 )
             if not args or p is not args[0]:
-                _refuse("parameter", _name_of(p), name)
+                _refuse("parameter", p, name)
             return func(p.data, *args[1:], **kwargs)  # a view is a placeholder, too
         if used:
             args, kwargs = tree_map(_weight, (args, kwargs))
@@ -364,7 +351,7 @@ def _reads_values(func: Callable[..., Any]) -> bool:
 
 def _refusing(action: str) -> Callable[..., NoReturn]:
     def refuse(self: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("parameter", _name_of(self), action)
+        _refuse("parameter", self, action)
 
     return refuse
 
@@ -381,17 +368,12 @@ class Marks:
     nans, so code that reads it (clip_grad_norm_) sees that. Once shards are reduced every parameter
     has one, as no rank knows which parameters others have used.
 
-    Args:
-        name: of the parameter at a position.
-        ranks: see Absent.of().
     Attributes:
         hidden: whether p.grad are placeholders.
     """
 
-    def __init__(
-        self, params: Sequence[nn.Parameter], name: Callable[[int], str], ranks: tuple[int, int]
-    ) -> None:
-        self._params, self._name, self._ranks, self.hidden = params, name, ranks, False
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params, self.hidden = params, False
         self._marks: dict[int, Tensor] = {}
         self._placeholders: dict[int, Absent] = {}
 
@@ -414,9 +396,8 @@ class Marks:
     def _placeholder(self, position: int) -> Absent:
         p = self._params[position]
         nan = torch.full((), float("nan"), dtype=p.dtype, device=p.device)
-        made = Absent.of(nan.expand(p.shape), "gradient", self._name(position), self._ranks)
-        made._of = weakref.ref(p)
-        self._placeholders[position] = made
+        made = Absent.of(nan.expand(p.shape), "gradient", weakref.ref(p))
+        made.is_grad, self._placeholders[position] = True, made
         return made
 
     def lift(self) -> None:
@@ -457,8 +438,8 @@ class Marks:
     def refuse(self, position: int) -> NoReturn:
         """Raise: p.grad was replaced."""
         raise RuntimeError(
-            f"Engine: p.grad of '{self._name(position)}' was replaced by another tensor; set it to "
-            "None or change it in place (where it reads as nan, clip with "
+            f"Engine: p.grad of '{_name_of(self._params[position])}' was replaced by another "
+            "tensor; set it to None or change it in place (where it reads as nan, clip with "
             "fastpar.AdamW(max_grad_norm=...) or scale the loss)"
         )
 

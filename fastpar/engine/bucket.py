@@ -361,7 +361,7 @@ class BucketState:
         pads = [slice(s.stop, end) for s, end in zip(self.slots, ends) if s.stop < end]
         self._pads = pads if isinstance(groups.reduce, CompressedSums) else []
         self._piece_views: tuple[Tensor | None, list] | None = None  # of reduced; of piece()
-        self.marks = Marks(params, self.name, (rank, spec.n_shards))
+        self.marks = Marks(params)
         self._zeroed = set(range(len(params)))  # positions without a gradient on any rank
         self.sources = None if sources is None else sources(self)
         if self.casts and not stage.shards:
