@@ -153,9 +153,12 @@ class Absent(Tensor):
         if name in _COPIES:
             touched = [args[0]]
         for x in _absent((touched, kwargs.get("out"))):
-            if not (zeroes and x._what == "gradient"):
-                _refuse(x._what, x._of(), name)
-            x.zeroed = True
+            p = x._of()
+            whole = x.is_grad or (p is not None and x.numel() == p.numel())  # as p.grad.data
+            if not (zeroes and x._what == "gradient" and whole):
+                _refuse(x._what, p, name)
+            if isinstance(grad := x if x.is_grad else p.grad, Absent):
+                grad.zeroed = True
         first = args[0] if args else None
         reads = _reads_values(func)
         if reads:

@@ -297,6 +297,7 @@ REFUSED = {
         lambda model: torch._foreach_mul_([torch.ones(1), model.head.bias.grad], 2.0),
         lambda model: torch.add(torch.ones(C), 1, out=model.head.bias.grad),
         lambda model: model.head.weight.grad[0].sub_(1),
+        lambda model: model.head.weight.grad[0].zero_(),
         lambda model: model.head.weight.grad.view(-1).clamp_(0),
         lambda model: copy.deepcopy(model.head.bias.grad),
         lambda model: pickle.dumps(model.head.bias.grad),

@@ -182,6 +182,11 @@ def halve(loop, step):
             p.grad.mul_(0.5)
 
 
+def zero_data(loop, step):
+    for p in loop.model.parameters():
+        p.grad.data.zero_()
+
+
 def give(loop, step):
     for p in loop.model.parameters():
         p.grad = torch.full_like(p, 0.01)
@@ -215,6 +220,7 @@ DO = {
     "no_tied": no_grads_of("norm.weight", "wte.weight"),
     "zero_norm": lambda loop, step: loop.model.norm.weight.grad.zero_(),
     "halve": halve,
+    "zero_data": zero_data,
     "give": give,
     "failing": failing_at("norm"),  # nothing was sent, but the next units were gathered
     "failing_late": failing_at("blocks.0"),  # after most gradients have come
@@ -252,7 +258,7 @@ LOOPS = [
 ]
 WITH_TWO = [  # optimizers
     "b0 clear b10 b20 step clear_model",
-    "b0 zero_model b10 b20 step clear_model",
+    "b0 zero_model b10 b20 step zero_data b0 step clear_model",
     "b0 step clear",
     "b0 step1 clear1 step2 clear2",
     "clear1 b0 step1 clear2 b10 step2",  # as a GAN's
