@@ -258,7 +258,7 @@ LOOPS = [
 ]
 WITH_TWO = [  # optimizers
     "b0 clear b10 b20 step clear_model",
-    "b0 zero_model b10 b20 step zero_data b0 step clear_model",
+    "b0 zero_model b10 b20 step zero_data b0 step zero_model clear b20 step clear_model",
     "b0 step clear",
     "b0 step1 clear1 step2 clear2",
     "clear1 b0 step1 clear2 b10 step2",  # as a GAN's
