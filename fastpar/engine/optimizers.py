@@ -98,14 +98,12 @@ def engines_made() -> int:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     params = params_of(optimizer)
-    if any(hasattr(p, "_fastpar_piece") for p in params):  # part of a step, or of a trial
-        if optimizer in _known and _known[optimizer].is_stepping:
-            refuse_after_failure()
-        return
     if getattr(optimizer, "steps_engines", False):
         owners = optimizer.members().owners  # type: ignore[attr-defined]
     else:
         owners = engines_of(params)
+        if (known := _known.get(optimizer)) is not None and known.is_stepping:
+            refuse_after_failure()
         if any(map(_needs_hooks, dict.fromkeys(owners))):
             stepped(optimizer).stay_innermost(optimizer)
     strangers = [p for p, engine in zip(params, owners) if engine is None and p.requires_grad]
