@@ -132,7 +132,9 @@ class Settings:
         return self.accumulate == "shard" and self.stage.frees_gradients
 
 
-_NODE = -1  # awaited by a bucket beside the positions of parameters
+# Awaited by a bucket beside the positions of parameters: what a forward since the last step used of
+# its node; what code used without a module, whose gradient comes by itself, nobody knows when.
+NODE, DIRECT = -1, -2
 
 
 @dataclass(frozen=True)
@@ -337,9 +339,8 @@ class BucketState:
         self._all = [True] * len(params)
         self._stream: Any = None
         self._lent = False
-        self.node_is_due = False  # a forward since the last step used outputs of its node
-        self.used_directly = False  # a parameter, not by its module: its gradient comes by itself
-        self._awaited: set[int] = set()  # positions without a gradient in this backward, and _NODE
+        self.expects: set[int] = set()  # NODE and DIRECT, where forwards used them
+        self._awaited: set[int] = set()  # in this backward: positions, and of expects
         self.deterministic = settings.deterministic
         self.wire_dtype = settings.reduce_dtype or self.grad_dtype
         self.casts = self.grad_dtype != spec.dtype
@@ -473,7 +474,8 @@ class BucketState:
     def lend(self) -> None:
         """Give modules the outputs of its node, now or when it is live, until take_back(): of
         parameters that are in their places."""
-        again, self._lent, self.node_is_due = self._lent, True, True
+        again, self._lent = self._lent, True
+        self.expects.add(NODE)
         if self.live:
             self._lend(again=again)
 
@@ -614,7 +616,7 @@ class BucketState:
     @property
     def ready(self) -> bool:
         """Whether this backward has given all gradients, of parameters that it is known to give."""
-        return not (self._awaited or self.used_directly)
+        return not self._awaited
 
     @property
     def grad_bytes(self) -> int:
@@ -681,7 +683,7 @@ class BucketState:
             self.has.update(new)
             self.seen.update(new)
         was_ready = self.ready
-        self._awaited.difference_update(new if by_hook else (*new, _NODE))
+        self._awaited.difference_update(new if by_hook else (*new, NODE))
         return self.ready and not was_ready
 
     def _write(self, new: dict[int, Tensor], by_hook: bool) -> None:
@@ -922,8 +924,7 @@ class BucketState:
 
     def begin_backward(self, *, skipped: bool = False) -> None:
         """Begin a backward; skipped: the forward did not use these parameters."""
-        first = _NODE if self.node_is_due else 0
-        self._awaited = set() if skipped else set(range(first, len(self.params)))
+        self._awaited = set() if skipped else {*range(len(self.params)), *self.expects}
         if self.marks.hidden:
             self.marks.lift()
         self._zeroed.clear()

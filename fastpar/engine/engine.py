@@ -32,7 +32,7 @@ from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import StepReport
 from fastpar.engine.absent import Hook, Link, engine_of_parameter
-from fastpar.engine.bucket import ON_DEVICE, BucketState
+from fastpar.engine.bucket import NODE, ON_DEVICE, BucketState
 from fastpar.engine.control import Control
 from fastpar.engine.debug import Debug, InputCheck, check_replicas
 from fastpar.engine.gathers import ROOT, Gathers, RootHook
@@ -379,7 +379,7 @@ class Engine:
         before = self.phase
         self._enter(StepPhase.STEPPED)
         for bucket in self.buckets:
-            bucket.node_is_due = False
+            bucket.expects.discard(NODE)
         self.make_stale()
         if self.gathers is not None and self.shards.is_gathered:
             self.shards.gather_again()

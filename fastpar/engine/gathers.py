@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from fastpar.engine.absent import Hook
-from fastpar.engine.bucket import BucketState
+from fastpar.engine.bucket import DIRECT, BucketState
 from fastpar.engine.shards import Shards
 
 ROOT = 0  # index of the root unit
@@ -211,7 +211,7 @@ class Gathers:
             self._note_use(index)
             (self._stay if torch.is_grad_enabled() else self._shown).add(index)
             if self._engine.lends:
-                bucket.used_directly = True
+                bucket.expects.add(DIRECT)
                 bucket.lend()
         bucket.show()
         return True
