@@ -9,7 +9,7 @@ from programs import SMALL, C, Case, Net, check, loss_of
 from torch import nn
 
 from fastpar import AdamW, Mesh, engine_of, parallelize
-from fastpar.engine.gathers import find_units
+from fastpar.engine.gathers import find_units, unit_of_parameters
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
@@ -112,6 +112,13 @@ def test_what_a_failed_forward_says_is_not_drowned():
                 model(torch.zeros(1, 5, dtype=torch.int64))
 
     run_ranks(run, 2)
+
+
+def test_what_several_units_use_belongs_to_the_root():
+    model = Paths(None)
+    shared = model.blocks[3].bias = model.blocks[1].bias
+    units = unit_of_parameters(find_units(model, None, merge_bytes=0.0))
+    assert list(map(units.get, (shared, model.blocks[1].weight, model.norm.bias))) == [0, 2, 0]
 
 
 def test_small_neighbours_are_one_unit():
