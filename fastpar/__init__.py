@@ -45,7 +45,6 @@ _PUBLIC = {
     "optim.adamw": ("AdamW",),
     "optim.graphs": ("graphed",),
     "optim.muon": ("Muon", "muon_groups"),
-    "optim.sharded": ("Sharded",),
     "settings.model": ("GPTConfig",),
     "settings.parallel": ("Offload", "Parallel", "Pipeline", "Precision", "Wires"),
 }

@@ -20,7 +20,6 @@ from fastpar.optim.adamw import AdamW as AdamW
 from fastpar.optim.graphs import graphed as graphed
 from fastpar.optim.muon import Muon as Muon
 from fastpar.optim.muon import muon_groups as muon_groups
-from fastpar.optim.sharded import Sharded as Sharded
 from fastpar.settings.model import GPTConfig as GPTConfig
 from fastpar.settings.parallel import Offload as Offload
 from fastpar.settings.parallel import Parallel as Parallel

@@ -50,6 +50,7 @@ from fastpar.kernels.adamw import master_join, master_split
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import Weight, list_weights, load_hf
 from fastpar.models.nanogpt import load_nanogpt
+from fastpar.optim.foreign import saved_state
 from fastpar.sharding.placements import Run, whole_run
 
 # Entries that versions with error feedback saved.
@@ -101,7 +102,7 @@ def load_checkpoint(
     Args:
         path: folder of a checkpoint, readable on every rank.
         model: its tensors are written in place; dtypes are converted.
-        optimizer: an optimizer of fastpar for the model's parameters; None: weights only.
+        optimizer: fastpar's, torch.optim's or another, of the model's parameters; None: weights only.
         strict: the model must equal the saved one; False: load the weights that both have.
     Returns:
         The `state` of Saver.save, with "step" and, for a GPT, "model"; if not strict, also
@@ -164,7 +165,8 @@ class _Plan:
         *,
         strict: bool,
     ) -> None:
-        self.path, self.model, self.optimizer = path, model, optimizer
+        self.path, self.model = path, model
+        self.optimizer: Any = None if optimizer is None else saved_state(optimizer)
         names = {key: name for theirs in names_of for key, name in theirs.items()}
         self.engine = engine_of_model(model)
         check_checkpoint("load_checkpoint", path)

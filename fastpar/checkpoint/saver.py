@@ -114,8 +114,8 @@ from fastpar.models.hf import (
     list_weights,
     weights_file,
 )
-from fastpar.optim.base import EngineOptimizer, where
-from fastpar.optim.state import settle
+from fastpar.optim.base import where
+from fastpar.optim.foreign import saved_state
 from fastpar.sharding.placements import HOLE, Run, cut_runs, numel_of, share_of, whole_run
 
 SHARD_MB = 64.0  # least size of a file of weights, if there are several
@@ -206,12 +206,10 @@ def check_optimizer(caller: str, model: nn.Module, optimizer: Any) -> None:
     """Refuse an optimizer whose state a checkpoint cannot hold."""
     if optimizer is None:
         return
-    kind = type(optimizer)
-    if not isinstance(optimizer, EngineOptimizer):
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
-            f"{caller}: expected an optimizer of fastpar, got optimizer={kind.__module__}."
-            f"{kind.__name__}; use fastpar.AdamW, or fastpar.Sharded({kind.__name__}, "
-            "model.parameters(), ...)"
+            f"{caller}: expected an optimizer, got optimizer={type(optimizer).__name__}; pass "
+            "fastpar's, torch.optim's or another subclass of torch.optim.Optimizer"
         )
     params = set(model.parameters())
     for i, group in enumerate(optimizer.param_groups):
@@ -228,7 +226,7 @@ class Capture:
     """Copies the state of one model and optimizer to host memory.
 
     Args:
-        optimizer: an optimizer of fastpar; None: weights only.
+        optimizer: fastpar's, torch.optim's or another; None: weights only.
         shard_mb: least size of a file of weights, MiB.
     Attributes:
         files: files of weights, the same on every rank.
@@ -236,9 +234,10 @@ class Capture:
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, *, shard_mb: float = SHARD_MB) -> None:
-        self.model, self.optimizer = model, optimizer
-        if optimizer is not None:
-            optimizer.check_saves()
+        self.model = model
+        self.optimizer: Any = None if optimizer is None else saved_state(optimizer)
+        if self.optimizer is not None:
+            self.optimizer.check_saves()
         self.engine = engine_of_model(model)
         mesh = None if self.engine is None else self.engine.mesh
         self.rank, self.world_size = (0, 1) if mesh is None else (mesh.rank, mesh.world_size)
@@ -311,7 +310,7 @@ class Capture:
         """
         if self.optimizer is not None:
             self.optimizer.check_saves()
-            settle(self.optimizer)
+            self.optimizer.settle()
         self.allocate()
         self._used = [0] * len(self._blocks)
         items = [*self._weights(), *self._optimizer()]
@@ -471,7 +470,7 @@ class Saver:
     Args:
         run: the run folder, on a file system that all ranks share.
         model: a GPT or any module; with several ranks, after fastpar.parallelize().
-        optimizer: an optimizer of fastpar; None: save weights only.
+        optimizer: fastpar's, torch.optim's or another; None: save weights only.
         tokenizer: has save(folder) and eot; None: save none.
         keep_last: keep this many newest checkpoints after a commit; 0: all. Those of later steps,
             of a branch that this run has left, are renamed to step_N-left, with a warning.

@@ -450,7 +450,7 @@ def _watch_steps(ranks: int) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _here.ranks == 1 or optimizer in _here.checked or hasattr(optimizer, "_fastpar_inner"):
+    if _here.ranks == 1 or optimizer in _here.checked:
         return
     _here.checked.add(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -487,8 +487,8 @@ def _is_of_ddp(p: Tensor) -> bool:
 
 
 def _is_shared(p: Tensor) -> bool:
-    """Whether a parameter has an engine, or belongs to FSDP."""
-    marks = ("_fastpar_engine", "_is_flat_param", "_fsdp_flattened")
+    """Whether a parameter has an engine, stands for one that has, or belongs to FSDP."""
+    marks = ("_fastpar_engine", "_fastpar_piece", "_is_flat_param", "_fsdp_flattened")
     return is_traceable_wrapper_subclass(p) or any(hasattr(p, mark) for mark in marks)
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NoReturn, TypeVar
@@ -31,7 +30,6 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
 from fastpar.axes import engine_of_parameter
@@ -463,7 +461,7 @@ class Marks:
         )
 
 
-# Guards against wrappers and optimizers that do not know the engine
+# A guard against wrappers that do not know the engine
 
 
 class _RefuseDDP:
@@ -479,73 +477,3 @@ class _RefuseDDP:
 def refuse_ddp(model: nn.Module) -> None:
     """Make wrapping this model in DistributedDataParallel raise."""
     vars(model)["_ddp_params_and_buffers_to_ignore"] = _RefuseDDP()
-
-
-_lock = threading.Lock()
-_guarded = 0
-
-
-class _ThreadEngines(threading.local):
-    """The engines of this thread: ranks may be threads."""
-
-    def __init__(self) -> None:
-        self.engines: weakref.WeakSet[Any] = weakref.WeakSet()
-        # What a step of an optimizer was checked with: engines, parameters without one.
-        self.seen: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-_here = _ThreadEngines()
-
-
-def guard_optimizers(engine: Any) -> None:
-    """Make step() of any optimizer in this thread refuse parameters that it cannot step.
-
-    Called for each engine; the hook is installed once per process.
-    """
-    global _guarded
-    _here.engines.add(engine)
-    with _lock:
-        _guarded += 1
-        if _guarded == 1:
-            register_optimizer_step_pre_hook(_before_step)
-
-
-def engines_made() -> int:
-    """How many engines this process has made: until then a parameter's engine stays the same."""
-    return _guarded
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if getattr(optimizer, "steps_engines", False):
-        owners = optimizer.members().owners  # type: ignore[attr-defined]
-    else:
-        owners = engines_of(params)
-        _refuse_sharded(optimizer, owners)
-    strangers = [p for p, engine in zip(params, owners) if engine is None and p.requires_grad]
-    seen = len(_here.engines), engines_made(), [*map(id, strangers)]
-    if not strangers or not _here.engines or _here.seen.get(optimizer) == seen:
-        return
-    for engine in list(_here.engines):
-        model = engine.shards.model()
-        if model is not None and not {*strangers}.isdisjoint(model.parameters()):
-            engine.shards.check()  # the error names it
-    _here.seen[optimizer] = seen
-
-
-def _refuse_sharded(optimizer: torch.optim.Optimizer, owners: Iterable[Any]) -> None:
-    name = type(optimizer).__name__
-    for engine in dict.fromkeys(owners):
-        if engine is None:
-            continue
-        engine.partials.check()
-        if engine.shards.has_main_grads:
-            why = f"main gradients (grad_dtype={engine.settings.grad_dtype}) are not in p.grad"
-        elif engine.stage.shards:
-            why = f"with zero_stage={engine.stage.number} gradients exist only as shards"
-        else:
-            continue
-        raise RuntimeError(
-            f"{name}.step: {why}, so {name} cannot step; use fastpar.AdamW, or "
-            f"fastpar.Sharded({name}, params, ...) for any elementwise optimizer"
-        )

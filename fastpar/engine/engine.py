@@ -42,6 +42,7 @@ from fastpar.engine.gradients import (
     Reducer,
     StepPhase,
 )
+from fastpar.engine.optimizers import refuse_after_failure
 from fastpar.engine.shards import Shards
 from fastpar.kernels.op import in_transform
 
@@ -140,7 +141,13 @@ class Engine:
             bucket.take_back()
 
     def _enter(self, phase: StepPhase) -> None:
+        if phase is not StepPhase.STEPPED:
+            self._check_ended()
         self.phase = checked("the step", self.phase, phase, STEP_PHASES)
+
+    def _check_ended(self) -> None:
+        if self.phase is StepPhase.STEPPING:
+            refuse_after_failure()
 
     # Backward
 
@@ -262,6 +269,7 @@ class Engine:
             self.log.timer.begin()
 
     def _say_begin(self, what: str) -> None:
+        self._check_ended()
         with self.log.naming(f"beginning {what} after", self._last_bucket):
             self.control.begin(what, self.micro_batches.finished)
 
@@ -315,12 +323,16 @@ class Engine:
             self._reduce()
         self.partials.sum()
 
+    @property
+    def can_measure(self) -> bool:
+        """Whether the ranks that shard a replica have all gradients on their devices."""
+        split = self.shards.declared is not None or self.shards.stages is not None
+        return not split and self.shards.storage is ON_DEVICE
+
     def has_whole_norms(self) -> bool:
         """Whether the ranks of a replica together have all gradients, reduced and final. Ranks:
         all, if some are not reduced yet."""
-        shards = self.shards
-        split = shards.declared is not None or shards.stages is not None
-        if split or shards.storage is not ON_DEVICE or not self.stage.shards:
+        if not (self.can_measure and self.stage.shards):
             return False
         self.reduce_rest()
         return self.phase is StepPhase.REDUCED and not self.control.counts_tokens
@@ -356,6 +368,10 @@ class Engine:
             if not self.control.used_anywhere(self.shards.index[b.params[i]])
         }
 
+    def begin_step_of_pieces(self) -> None:
+        """An optimizer that knows no engine steps this rank's pieces until after_step()."""
+        self._enter(StepPhase.STEPPING)
+
     def after_step(self) -> None:
         """End a step: the next backward begins a new one."""
         before = self.phase
@@ -367,7 +383,7 @@ class Engine:
             self.shards.gather_again()
         self.micro_batches.end_step()
         self._cleared.clear()
-        if before is not StepPhase.STEPPED and not self.log.timer.off:
+        if before is not StepPhase.STEPPED and not (self._second or self.log.timer.off):
             self.end_step()
 
     def make_stale(self) -> None:

@@ -70,6 +70,7 @@ class StepPhase(enum.Enum):
     BACKWARD = "backward"  # a backward runs
     LOCAL = "local"  # some belong to this rank only
     REDUCED = "reduced"  # they are means over the ranks
+    STEPPING = "stepping"  # an optimizer that knows no engine uses them
     STEPPED = "stepped"  # an optimizer has used them
 
 
@@ -77,10 +78,11 @@ STEP_PHASES = {
     StepPhase.EMPTY: frozenset({StepPhase.EMPTY, StepPhase.BACKWARD, StepPhase.REDUCED}),
     StepPhase.BACKWARD: frozenset({StepPhase.LOCAL}),
     StepPhase.LOCAL: frozenset({StepPhase.EMPTY, StepPhase.BACKWARD, StepPhase.REDUCED}),
-    StepPhase.REDUCED: frozenset({StepPhase.EMPTY, StepPhase.BACKWARD, StepPhase.STEPPED}),
-    StepPhase.STEPPED: frozenset(
-        {StepPhase.EMPTY, StepPhase.BACKWARD, StepPhase.REDUCED, StepPhase.STEPPED}
+    StepPhase.REDUCED: frozenset(
+        {StepPhase.EMPTY, StepPhase.BACKWARD, StepPhase.STEPPING, StepPhase.STEPPED}
     ),
+    StepPhase.STEPPING: frozenset({StepPhase.STEPPED}),
+    StepPhase.STEPPED: frozenset(StepPhase) - {StepPhase.LOCAL},
 }
 
 

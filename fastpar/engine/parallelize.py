@@ -21,12 +21,13 @@ from fastpar.comm.mesh import Mesh
 from fastpar.comm.transports import make_collectives
 from fastpar.comm.wires import Encoders
 from fastpar.doctor.doctor import FLAT_OPS, expect
-from fastpar.engine.absent import Hook, guard_optimizers, refuse_ddp
+from fastpar.engine.absent import Hook, refuse_ddp
 from fastpar.engine.bucket import STAGES, BucketGroups, BucketState, Settings, Stage
 from fastpar.engine.control import prove_together
 from fastpar.engine.debug import Debug, InputCheck
 from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.engine.gathers import find_units, unit_of_parameters
+from fastpar.engine.optimizers import guard_optimizers
 from fastpar.engine.shards import Shards, guard_state_dicts
 from fastpar.files.tensor_file import FLOATS
 from fastpar.foreign.patch import calls_of
@@ -74,10 +75,11 @@ def parallelize(
     Gradients are averaged over the ranks, as by torch's DDP. At stage 0 they are in p.grad after
     backward(), or in p.main_grad if grad_dtype is not the parameter's dtype; while they are not
     reduced (no_sync(), accumulate="full"), p.grad is this rank's sum, or nan if deterministic. At
-    stages 1 to 3 each rank holds a shard of them, which fastpar's optimizers read. p.grad is nan
-    then, also where there is no gradient, and None in hooks; engine_of(model).grads() has whole
-    ones. Setting p.grad to None, or model.zero_grad(), discards the gradient. Several backward()
-    calls before a step accumulate, as in one process.
+    stages 1 to 3 each rank holds a shard of them, which optimizers step: fastpar's, and elementwise
+    ones of torch and others (optimizers.py). p.grad is nan then, also where there is no gradient,
+    and None in hooks; engine_of(model).grads() has whole ones. Setting p.grad to None, or
+    model.zero_grad(), discards the gradient. Several backward() calls before a step accumulate, as
+    in one process.
 
     At stages 1 to 3 arithmetic with a parameter is refused between a step and the next forward, at
     stage 3 always outside of forward and backward: averages of weights (torch.optim.swa_utils,

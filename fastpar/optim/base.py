@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fastpar.engine.absent import engines_made, engines_of
+from fastpar.engine.absent import engines_of
 from fastpar.engine.engine import Engine, engine_of_parameter
+from fastpar.engine.optimizers import engines_made, refuse_scaler
 from fastpar.kernels.adamw import is_dense
 from fastpar.kernels.global_norm import (
     NORM_WORDS,
@@ -290,7 +291,132 @@ class Members(NamedTuple):
     engines_made: int  # when this was found
 
 
-class EngineOptimizer(torch.optim.Optimizer):
+class SavedState:
+    """What checkpoints ask of an optimizer: the entries of its state, and loading them.
+
+    Attributes:
+        name: of the optimizer, for errors.
+    """
+
+    master_weights: bool | str = False
+    state: Any
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """The name of its class."""
+        return type(self).__name__
+
+    def settle(self) -> None:
+        """Wait for parts of the state that still change."""
+        settle(self)  # type: ignore[arg-type]
+
+    def entry_block(self, name: str) -> int:
+        """Elements of the parameter per element of an entry; 0: every rank has all of it."""
+        return entry_block(name)
+
+    def master_entry(self, p: Tensor) -> str | None:
+        """The entry of the fp32 master of a parameter; None: it has none."""
+        return master_entry(p.dtype, self.master_weights)
+
+    def _convert(
+        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, where: str, copy: bool
+    ) -> dict[str, Any]:
+        """Convert a saved, checked state to this optimizer's form; p may be this rank's piece.
+
+        Args:
+            where: names the parameter in errors.
+            copy: False: moments that have this form already may be returned as they are.
+        Raises:
+            ValueError: a master that is not this parameter's.
+        """
+        moments = self._convert_moments(saved, p, group, copy=copy)
+        state: dict[str, Any] = {**kept_entries(saved, p), **moments}
+        caller = f"{self.name}.load_state_dict"
+        add_master(state, p, self.master_weights, saved, caller=caller, where=where)
+        return state
+
+    def _check_entries(
+        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], where: str
+    ) -> None:
+        """Refuse the state of another parameter, by the name of its first wrong entry."""
+        caller = f"{self.name}.load_state_dict"
+        advice = "load the state that was saved with this model, in the order of its parameters"
+        for forms in self._required(p, group):
+            if not any(saved.keys() >= set(form) for form in forms):
+                raise ValueError(
+                    f"{caller}: expected {forms[0][0]} for {where}, got entries={sorted(saved)}; "
+                    f"{advice}"
+                )
+        for name, shape in self.entry_shapes(p).items():
+            got = getattr(saved.get(name), "shape", torch.Size())
+            one = name == "step" and got.numel() == 1  # [1] up to torch 2.0
+            if name in saved and got != shape and not one:
+                raise ValueError(
+                    f"{caller}: expected {name} of shape {list(shape)} for {where}, got shape="
+                    f"{list(got)}; {advice}"
+                )
+
+    def check_saves(self) -> None:
+        """Raise ValueError if a checkpoint would lack a part of the state."""
+
+    def check_saved(self, p: Tensor, saved: dict[str, Tensor], *, where: str) -> None:
+        """Check the whole shapes of a parameter's entries; for checkpoints.
+
+        Raises:
+            ValueError: an entry is missing or has another shape.
+        """
+        self._check_entries(saved, p, self._group_of(p), where)
+
+    @torch.no_grad()
+    def load_piece(
+        self, p: Tensor, target: Tensor, saved: dict[str, Tensor], *, where: str
+    ) -> None:
+        """Load this rank's part of a saved state, in any form.
+
+        The old state's memory is reused if it fits, as captured graphs refer to it.
+
+        Args:
+            target: this rank's piece of p, with its new values.
+            saved: tensors that the optimizer may keep.
+        """
+        new = self._convert(saved, target, self._group_of(p), where=where, copy=False)
+        old = self.state[p]
+        for name, value in new.items():
+            mine = old.get(name)
+            same = isinstance(mine, Tensor) and isinstance(value, Tensor)
+            if same and (mine.shape, mine.dtype) == (value.shape, value.dtype):
+                if mine.data_ptr() != value.data_ptr():
+                    mine.copy_(value)
+            else:
+                old[name] = value
+        for name in old.keys() - new.keys():
+            del old[name]
+
+    def _group_of(self, p: Tensor) -> dict[str, Any]:
+        known: dict[Tensor, dict[str, Any]] = self.__dict__.get("_groups", {})
+        if not any(known.get(p) is g for g in self.param_groups):  # the groups have changed
+            known = self._groups = {q: g for g in self.param_groups for q in g["params"]}
+        return known[p]
+
+    # What a subclass defines
+
+    def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:
+        """Required parts of a saved state: for each the alternative forms, with their entries."""
+        raise NotImplementedError
+
+    def _convert_moments(
+        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, copy: bool
+    ) -> dict[str, Any]:
+        """The entries of a saved state besides its step and its master; see _convert."""
+        raise NotImplementedError
+
+    def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
+        """The whole shape of every entry that a parameter's state may have."""
+        raise NotImplementedError
+
+
+class EngineOptimizer(SavedState, torch.optim.Optimizer):
     """An optimizer that knows engines, clips by the global norm and skips overflows.
 
     Attributes:
@@ -306,9 +432,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             step.
     """
 
-    steps_engines = True  # see fastpar/engine/absent.py
+    steps_engines = True  # see fastpar/engine/optimizers.py
     steps_on_host = False  # True: prepare() returns its kernel calls; see fastpar/axes/offload.py
-    master_weights: bool | str = False
     zero_grad_in_step = False
     grad_scale: float | Tensor = 1.0
     found_inf: Tensor | None = None
@@ -495,13 +620,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return True
 
     def _refuse_scaler(self, engines: list[Engine]) -> None:
-        for engine in engines:
-            if engine.shares:
-                raise RuntimeError(
-                    f"{type(self).__name__}.step: GradScaler and found_inf do not work with "
-                    f"{engine.sharing}, where no rank has all gradients in p.grad; set grad_scale "
-                    "from a fastpar.optim.schedule.DynamicLossScale"
-                )
+        refuse_scaler(self.name, engines)
         saw_none = not isinstance(self.found_inf, Tensor | None)
         if saw_none or any(engine.shards.has_main_grads for engine in engines):
             raise RuntimeError(
@@ -593,7 +712,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def _whole_state(self) -> Iterator[None]:
         """Make self.state whole inside, on the CPU, for parameters of sharded engines."""
-        settle(self)
+        self.settle()
         mine, whole = self.state, {}
         for p in itertools.chain.from_iterable(g["params"] for g in self.param_groups):
             engine = engine_of_parameter(p)
@@ -613,14 +732,6 @@ class EngineOptimizer(torch.optim.Optimizer):
             yield
         finally:
             self.state = mine
-
-    def entry_block(self, name: str) -> int:
-        """Elements of the parameter per element of an entry; 0: every rank has all of it."""
-        return entry_block(name)
-
-    def master_entry(self, p: Tensor) -> str | None:
-        """The entry of the fp32 master of a parameter; None: it has none."""
-        return master_entry(p.dtype, self.master_weights)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -666,86 +777,6 @@ class EngineOptimizer(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _convert(
-        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, where: str, copy: bool
-    ) -> dict[str, Any]:
-        """Convert a saved, checked state to this optimizer's form; p may be this rank's piece.
-
-        Args:
-            where: names the parameter in errors.
-            copy: False: moments that have this form already may be returned as they are.
-        Raises:
-            ValueError: a master that is not this parameter's.
-        """
-        moments = self._convert_moments(saved, p, group, copy=copy)
-        state: dict[str, Any] = {**kept_entries(saved, p), **moments}
-        caller = f"{type(self).__name__}.load_state_dict"
-        add_master(state, p, self.master_weights, saved, caller=caller, where=where)
-        return state
-
-    def _check_entries(
-        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], where: str
-    ) -> None:
-        """Refuse the state of another parameter, by the name of its first wrong entry."""
-        caller = f"{type(self).__name__}.load_state_dict"
-        advice = "load the state that was saved with this model, in the order of its parameters"
-        for forms in self._required(p, group):
-            if not any(saved.keys() >= set(form) for form in forms):
-                raise ValueError(
-                    f"{caller}: expected {forms[0][0]} for {where}, got entries={sorted(saved)}; "
-                    f"{advice}"
-                )
-        for name, shape in self.entry_shapes(p).items():
-            got = getattr(saved.get(name), "shape", torch.Size())
-            one = name == "step" and got.numel() == 1  # [1] up to torch 2.0
-            if name in saved and got != shape and not one:
-                raise ValueError(
-                    f"{caller}: expected {name} of shape {list(shape)} for {where}, got shape="
-                    f"{list(got)}; {advice}"
-                )
-
-    def check_saves(self) -> None:
-        """Raise ValueError if a checkpoint would lack a part of the state."""
-
-    def check_saved(self, p: Tensor, saved: dict[str, Tensor], *, where: str) -> None:
-        """Check the whole shapes of a parameter's entries; for checkpoints.
-
-        Raises:
-            ValueError: an entry is missing or has another shape.
-        """
-        self._check_entries(saved, p, self._group_of(p), where)
-
-    @torch.no_grad()
-    def load_piece(
-        self, p: Tensor, target: Tensor, saved: dict[str, Tensor], *, where: str
-    ) -> None:
-        """Load this rank's part of a saved state, in any form.
-
-        The old state's memory is reused if it fits, as captured graphs refer to it.
-
-        Args:
-            target: this rank's piece of p, with its new values.
-            saved: tensors that the optimizer may keep.
-        """
-        new = self._convert(saved, target, self._group_of(p), where=where, copy=False)
-        old = self.state[p]
-        for name, value in new.items():
-            mine = old.get(name)
-            same = isinstance(mine, Tensor) and isinstance(value, Tensor)
-            if same and (mine.shape, mine.dtype) == (value.shape, value.dtype):
-                if mine.data_ptr() != value.data_ptr():
-                    mine.copy_(value)
-            else:
-                old[name] = value
-        for name in old.keys() - new.keys():
-            del old[name]
-
-    def _group_of(self, p: Tensor) -> dict[str, Any]:
-        known: dict[Tensor, dict[str, Any]] = self.__dict__.get("_groups", {})
-        if not any(known.get(p) is g for g in self.param_groups):  # the groups have changed
-            known = self._groups = {q: g for g in self.param_groups for q in g["params"]}
-        return known[p]
-
     def __getstate__(self) -> dict[str, Any]:
         own = ("master_weights", "max_grad_norm", "grad_norm", "grad_scale", "found_inf", "_found")
         kept = {n: self.__dict__[n] for n in (*own, *self._attributes) if n in self.__dict__}
@@ -773,20 +804,6 @@ class EngineOptimizer(torch.optim.Optimizer):
         self, rows: Rows | list[Row], factor: Tensor | None, found_inf: Tensor | None
     ) -> None:
         """Update the rows; gradients are multiplied by factor, nothing changes under found_inf."""
-        raise NotImplementedError
-
-    def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:
-        """Required parts of a saved state: for each the alternative forms, with their entries."""
-        raise NotImplementedError
-
-    def _convert_moments(
-        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, copy: bool
-    ) -> dict[str, Any]:
-        """The entries of a saved state besides its step and its master; see _convert."""
-        raise NotImplementedError
-
-    def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
-        """The whole shape of every entry that a parameter's state may have."""
         raise NotImplementedError
 
 

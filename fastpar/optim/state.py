@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from fastpar.engine.engine import Engine, engine_of_parameter
+from fastpar.engine.optimizers import OF_WEIGHTS
 from fastpar.kernels.adamw import (
     MOMENT_BLOCK,
     decode_moment,
@@ -190,7 +191,6 @@ def moment_names(amsgrad: bool) -> tuple[str, ...]:
 
 
 COUNTS = ("step", "outer_steps")
-OF_WEIGHTS = ("average", "outer_weight", "outer_momentum")
 ENTRIES = (
     *moment_names(True),
     *(f"{name}_{part}" for name in moment_names(False) for part in ("codes", "scale")),

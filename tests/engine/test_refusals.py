@@ -351,24 +351,12 @@ def scaled(optimizer):
     scaler.step(optimizer)
 
 
-def told_of_overflows(optimizer):
-    optimizer.found_inf = torch.zeros(1)
-    optimizer.step()
-
-
-STOCK = r"step: with zero_stage={stage} gradients exist only as shards, .* use fastpar\.AdamW, or"
-# It would find the nans of placeholders.
-SCALER = r"AdamW\.step: GradScaler and found_inf do not work with zero_stage={stage}, .* set grad_s"
 FACTORED = r"Adafactor: does not work with zero_stage={stage}, tp=1, as its .* whole matrices; use"
 ZEROING = r"zero_grad_in_step does not work with zero_stage >= 1 or offload, got zero_stage={stage}"
 CAPTURE = r"capturing a CUDA graph needs one rank or fastpar\.graphed, got zero_stage={stage}"
 STEPS = [
-    (torch.optim.SGD, {}, step, RuntimeError, r"SGD\." + STOCK),
-    (torch.optim.AdamW, {}, step, RuntimeError, r"AdamW\." + STOCK),
     (Adafactor, {}, step, ValueError, FACTORED),
     (AdamW, {"zero_grad_in_step": True}, step, ValueError, ZEROING),
-    (AdamW, {}, scaled, RuntimeError, SCALER),
-    (AdamW, {}, told_of_overflows, RuntimeError, SCALER),
     (AdamW, {"capturable": True}, step, RuntimeError, CAPTURE),
 ]
 
@@ -379,7 +367,7 @@ def test_what_no_rank_can_step_is_refused(monkeypatch, cls, options, drive, erro
     for stage in (1, 2, 3):
         with pytest.raises(error, match=message.format(stage=stage)):
             step_with(stage, lambda model: cls(model.parameters(), **options), drive)
-    if cls is torch.optim.SGD or "zero_grad_in_step" in options:  # whole gradients do
+    if "zero_grad_in_step" in options:  # whole gradients do
         a, b = step_with(0, lambda model: cls(model.parameters(), **options), drive)
         assert torch.equal(a, b)
 
@@ -480,13 +468,10 @@ def test_what_is_unfrozen_after_good_steps_is_refused():
             optimizer.step()
 
 
-def test_main_gradients_need_an_optimizer_that_knows_them():
-    """p.grad reads as nan."""
+def test_a_loss_scale_of_torch_sees_no_main_gradients():
     model = nn.Linear(3, 3).bfloat16()
     parallelize(model, Mesh(), grad_dtype=torch.float32)
     model(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"SGD\.step: main gradients .* fastpar\.Sharded\(SGD"):
-        torch.optim.SGD(model.parameters()).step()
     with pytest.raises(RuntimeError, match=r"GradScaler does not see main gradients, .*; paral"):
         scaled(AdamW(model.parameters(), master_weights=True))
 

@@ -91,7 +91,7 @@ LATE = {  # optimizer of some parameters, and options of the group that is added
     "AdamW, 8-bit": (functools.partial(adamw, moment_dtype=UINT8), {}),
     "Muon": (functools.partial(Muon, adamw={"lr": 1e-2}), {"adamw": True}),
     "Muon, a matrix later": (lambda params: Muon([{"params": params, "adamw": True}]), {}),
-    "Sharded": (functools.partial(fastpar.Sharded, torch.optim.RAdam), {"lr": 1e-4}),
+    "RAdam": (torch.optim.RAdam, {"lr": 1e-4}),
 }
 
 

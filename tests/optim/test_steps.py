@@ -46,7 +46,6 @@ from fastpar.settings.config import TrainConfig
 from fastpar.settings.options import OptimSettings
 
 MAKERS = {"adamw": adamw, "adafactor": adafactor, "muon": muon}
-SHARDED = {"sharded": functools.partial(fastpar.Sharded, torch.optim.RAdam)}
 makers = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 # AdamW against torch's, in fp64 and fp32: the bound of ExactAdamW
@@ -282,7 +281,7 @@ def by_scaler(model, optimizer, twin):
     assert (optimizer.grad_scale, optimizer.found_inf) == (1.0, None)
 
 
-ALL = (*MAKERS, *SHARDED)
+ALL = (*MAKERS,)
 EXACT = {"lr": 2.0**-6, "betas": (0.5, 0.75)}
 TENSORS = {"lr": torch.tensor(2.0**-6), "betas": (torch.tensor([0.5]), torch.tensor(0.75))}
 # of which optimizers, options of both, options of the twin alone, what drives both
@@ -324,7 +323,7 @@ def test_no_bit_changes(case, maker):
     for twin in (False, True):
         torch.manual_seed(0)
         model = build()
-        optimizer = (MAKERS | SHARDED)[maker](
+        optimizer = MAKERS[maker](
             model.parameters(), **copy.deepcopy({**both, **(twins if twin else {})})
         )
         drive(model, optimizer, twin)
