@@ -110,13 +110,11 @@ class InputCheck:
         Wire: 8 bytes per rank; if they differ 8 for each input.
         """
         named = _named_tensors(model, args, kwargs)
-        words = [_word(f"{name} {x.dtype} {list(x.shape)}", x) for name, x in named]
-        if len({each for [each] in self._numbers(_word(str(words)))}) == 1:
+        words = [_word(f"{name} {x.dtype} {list(x.shape)} {int(checksum(x))}") for name, x in named]
+        if len({each for [each] in _numbers(self.group, [_word(str(words))])}) == 1:
             return
-        most = max(n for [n] in self._numbers(len(words)))
-        rows = self._numbers(*words, *[0] * (most - len(words)))
-        unlike = [(i, r) for i in range(most) for r, row in enumerate(rows) if row[i] != rows[0][i]]
-        i, rank = unlike[0]
+        columns = enumerate(zip(*_numbers(self.group, words, several=True)))
+        i, rank = next((i, r) for i, c in columns for r, word in enumerate(c) if word != c[0])
         name = f"argument '{named[i][0]}'" if i < len(named) else "a further argument"
         raise RuntimeError(
             f"parallelize: the ranks of a {self.axis} group got different inputs: {name} on "
@@ -124,18 +122,19 @@ class InputCheck:
             "by mesh.dp_rank, not by mesh.rank"
         )
 
-    def _numbers(self, *mine: int) -> list[list[int]]:
-        """Those of each rank."""
-        given = torch.tensor(mine, dtype=torch.int64, device=self.group.device)
-        return self.group.gathered(given).tolist()
+
+def _numbers(group: Collectives, mine: Sequence[int], *, several: bool = False) -> list[list[int]]:
+    """The numbers of each rank; several: of ranks with fewer than others, zeros follow."""
+    if several:
+        most = max(n for [n] in _numbers(group, [len(mine)]))
+        mine = [*mine, *[0] * (most - len(mine))]
+    given = torch.tensor(mine, dtype=torch.int64, device=group.device)
+    return group.gathered(given).tolist()
 
 
-def _word(text: str, x: Tensor | None = None) -> int:
-    """A hash of a text and a tensor's bits, a signed 64-bit word."""
+def _word(text: str) -> int:
+    """A hash of a text, a signed 64-bit word."""
     digest = hashlib.blake2b(text.encode(), digest_size=8)
-    if x is not None:
-        raw = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        digest.update(raw.numpy().data)
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
@@ -207,16 +206,12 @@ def check_replicas(
         return
     with contextlib.nullcontext() if shards.stage.frees_parameters else shards.gathered():
         held = [*_held(shards, optimizer)]
-        sums = [checksum(each.values).to(mesh.device) for each in held]
+        sums = torch.stack([checksum(each.values).to(mesh.device) for each in held]).tolist()
     keys = [_word(f"{x.what} {x.start} {x.values.numel()} {x.split}") for x in held]
-    count = torch.tensor([len(held)], dtype=torch.int64, device=mesh.device)
-    most = int(group.gathered(count).max())
-    mine = torch.zeros(2, most, dtype=torch.int64, device=mesh.device)
-    mine[0, : len(held)] = torch.tensor(keys, dtype=torch.int64, device=mesh.device)
-    mine[1, : len(held)] = torch.stack(sums)
     found: dict[int, dict[int, list[int]]] = {}  # key -> checksum -> ranks
-    for rank, (theirs, totals) in enumerate(group.gathered(mine).tolist()):
-        for key, total in zip(theirs, totals):
+    pairs = [number for pair in zip(keys, sums) for number in pair]
+    for rank, theirs in enumerate(_numbers(group, pairs, several=True)):
+        for key, total in zip(theirs[::2], theirs[1::2]):
             found.setdefault(key, {}).setdefault(total, []).append(rank)
     differing = [
         (key, sorted(by.values(), key=len, reverse=True))

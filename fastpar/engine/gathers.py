@@ -258,7 +258,7 @@ class Gathers:
     def _drop_skipped(self, stop: int) -> None:
         """Free units that were launched ahead and not used."""
         launched = self._pass.launched
-        for index in set(launched[:stop]) - set(launched[stop:]) - self._inside:
+        for index in {*launched[:stop]} - {*launched[stop:]}:
             if self._is_launched(index):
                 self.release(index)
 
@@ -266,8 +266,7 @@ class Gathers:
         now = self._pass
         if now.next < len(now.recorded) and now.recorded[now.next] == index:
             now.next += 1  # it was gathered already
-        last = set(now.launched[-self.prefetch - 1 :]) - self._inside - {index}
-        ahead = sum(self._is_launched(i) for i in last)
+        ahead = sum(map(self._is_launched, {*now.launched[-self.prefetch - 1 :]}))
         while ahead < self.prefetch and now.next < len(now.recorded):
             following = now.recorded[now.next]
             if self._is_launched(following):
@@ -301,8 +300,7 @@ class Gathers:
 
     def before_forward(self, index: int, parts: _PartHooks, module: nn.Module, args: tuple) -> None:
         """Hook: a module of the unit is called."""
-        if self._in_a_transform():
-            self._shards.keep(self.buckets[index])  # for the derivative, which has no gates
+        if self._in_a_transform(index):
             return
         in_backward = torch._C._current_graph_task_id() != -1
         if index == ROOT and not in_backward:
@@ -327,8 +325,8 @@ class Gathers:
             for bucket in self.buckets[index] if self.frees else self._shards.buckets:
                 bucket.lend()
 
-    def _in_a_transform(self) -> bool:
-        """At stage 3: whether a transform of torch.func runs, inside of gathered()."""
+    def _in_a_transform(self, index: int) -> bool:
+        """At stage 3: whether a transform of torch.func runs the unit, inside of gathered()."""
         if not self.frees or not torch._C._are_functorch_transforms_active():
             return False
         if not self._shards.is_gathered:
@@ -337,6 +335,7 @@ class Gathers:
                 "model where this rank holds only shards of it; call it inside "
                 "`with fastpar.engine_of(model).gathered():`, on all ranks"
             )
+        self._shards.keep(self.buckets[index])  # for the derivative, which has no gates
         return True
 
     def _stay_last(self, module: nn.Module) -> None:
@@ -355,7 +354,7 @@ class Gathers:
         """Hook: a module of the unit has returned, or the root has failed."""
         failed = output is None and sys.exc_info()[0] is not None
         try:
-            if self._in_a_transform():
+            if self._in_a_transform(index):
                 return
             parts.put_back()
             self._after(index, last, output)
@@ -408,8 +407,7 @@ class Gathers:
 
     def before_part(self, index: int, part: nn.Module, args: tuple) -> None:
         """Hook: a submodule is called, from outside its unit if the unit is not gathered."""
-        if self._in_a_transform():
-            self._shards.keep(self.buckets[index])
+        if self._in_a_transform(index):
             return
         self._stay_last(part)
         in_backward = torch._C._current_graph_task_id() != -1

@@ -203,9 +203,7 @@ def parallelize(
         if travel is not None:
             travels[axis.key] = travel._replace(groups=maker.of_mesh(travel.mesh, stage))
     transport = groups.reduce.transport if groups.reduce else "none"
-    bucket_mb = parallel.bucket_mb
-    if bucket_mb is None:
-        bucket_mb = default_bucket_mb(mesh.dp_size, transport)
+    bucket_mb = parallel.bucket_mb or default_bucket_mb(mesh.dp_size, transport)
     in_effect = Settings(parallel, stage, n_shards, bucket_mb)
     _check_deterministic(in_effect, parameter_names(model), mesh)
     if materialize is not None:
