@@ -632,11 +632,13 @@ class BucketState:
 
     def check(self) -> None:
         """Raise RuntimeError if a parameter, or a weight of a forward, was given other memory."""
-        moved: list[tuple[int, Tensor]] = [(i, self.params[i]) for i in self.moved()]
-        if self._outputs and not lists.are_at(self._outputs, self.views):
-            pairs = enumerate(zip(self._outputs, self.views))
-            moved += [(i, x) for i, (x, view) in pairs if not lists.are_at((x,), (view,))]
-        for i, now in moved:
+        weights: Sequence[Tensor] = self.params
+        moved = self.moved()
+        if not moved and self._outputs and not lists.are_at(self._outputs, self.views):
+            weights, pairs = self._outputs, enumerate(zip(self._outputs, self.views))
+            moved = [i for i, (x, view) in pairs if not lists.are_at((x,), (view,))]
+        for i in moved:
+            now = weights[i]
             raise RuntimeError(
                 f"Engine: parameter '{self.name(i)}' left its flat buffer (now dtype={now.dtype}, "
                 f"shape={list(now.shape)}, device={now.device}); call module.to() before "

@@ -258,7 +258,7 @@ class Gathers:
     def _drop_skipped(self, stop: int) -> None:
         """Free units that were launched ahead and not used."""
         launched = self._pass.launched
-        for index in {*launched[:stop]} - {*launched[stop:]}:
+        for index in {*launched[:stop]} - {*launched[stop:]} - self._inside:
             if self._is_launched(index):
                 self.release(index)
 
@@ -266,7 +266,8 @@ class Gathers:
         now = self._pass
         if now.next < len(now.recorded) and now.recorded[now.next] == index:
             now.next += 1  # it was gathered already
-        ahead = sum(map(self._is_launched, {*now.launched[-self.prefetch - 1 :]}))
+        last = {*now.launched[-self.prefetch - 1 :]} - self._inside - {index}
+        ahead = sum(map(self._is_launched, last))
         while ahead < self.prefetch and now.next < len(now.recorded):
             following = now.recorded[now.next]
             if self._is_launched(following):

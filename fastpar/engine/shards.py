@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from fastpar.axes import Travel
 from fastpar.axes.pipeline.stages import Stages
-from fastpar.axes.tensor.declared import Declared
+from fastpar.axes.tensor.declared import Declared, not_split
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import CollectiveLog
 from fastpar.engine.absent import NotCopied
 from fastpar.engine.bucket import ON_DEVICE, BucketState, Piece, Settings
-from fastpar.sharding.layout import Layout
+from fastpar.sharding.layout import Layout, parameter_names
 from fastpar.sharding.placements import Placement
 
 
@@ -59,13 +59,15 @@ class Shards:
         self.layout, self.buckets, self.travels = layout, buckets, travels
         self._widest = max(travel.spread for travel in travels.values())
         self.declared, self.frozen, self.stages = declared, frozen, stages
+        self._states = declared or not_split(parameter_names(model))
         self.model: Callable[[], nn.Module | None] = weakref.ref(model)
         self.log = CollectiveLog(mesh.device, mesh.rank)
         self.storage: Any = ON_DEVICE
         for bucket in buckets:
             bucket.log = self.log
         self.params = [p for bucket in buckets for p in bucket.params]
-        self.ids = {*map(id, self.params)}
+        self._numbers = {id(p): i for i, p in enumerate(self.params)}
+        self.ids = self._numbers.keys()
         self.index = {p: i for i, p in enumerate(self.params)}
         self.places = {
             p: (bucket, position) for bucket in buckets for position, p in enumerate(bucket.params)
@@ -243,24 +245,22 @@ class Shards:
         """Whether this rank's piece of p counts in sums over the whole model."""
         if self.stages is not None and self.stages.is_second_copy(p):
             return False
-        if self.declared is None:
-            return True
         # Ranks that split experts hold the same of all other parameters: the first of them counts.
         again = self.settings.n_shards < self._widest and self.mesh.dp_rank % self._widest
-        return self.declared.counts(p) and (self._spread(p) > 1 or not again)
+        return self._states.counts(p) and (self._spread(p) > 1 or not again)
 
     def _spread(self, p: Tensor) -> int:
         """Number of neighbours along dp that split p, besides the ZeRO stage."""
-        return 1 if self.declared is None else self.travels[self.declared.key_of(p)].spread
+        return self.travels[self._states.key_of(p)].spread
 
     def summed_late(self, p: Tensor) -> bool:
         """Whether its gradient changes after its reduction."""
-        partial = self.declared is not None and self.declared.is_partial(p)
-        return partial or (self.stages is not None and p in self.stages.tied)
+        tied = self.stages is not None and p in self.stages.tied
+        return tied or self._states.is_partial(p)
 
     def whole_shape(self, p: Tensor) -> torch.Size:
         """The shape of the whole parameter, over all ranks that split it."""
-        return p.shape if self.declared is None else self.declared.whole_shape(p)
+        return self._states.whole_shape(p)
 
     def place(self, p: Tensor) -> tuple[BucketState, int, int]:
         """(bucket, start, stop) of the elements of p that this rank steps."""
@@ -269,14 +269,12 @@ class Shards:
 
     def copy_of(self, p: Tensor) -> tuple[int, int]:
         """(this rank's number among those with the same piece of p, number of such ranks)."""
-        mesh, declared = self.mesh, self.declared
+        mesh, states = self.mesh, self._states
         together = self._spread(p) * self.bucket_of(p).spec.n_shards  # type: ignore[arg-type]
         copy, n = (x // together for x in (mesh.dp_rank, mesh.dp_size))
-        if declared is None:
-            return copy, n
-        sizes = {a: g.world_size for a, g in declared.groups.items() if a not in self.travels}
-        placement = Placement(declared.states(p), {"replicas": n, **sizes})
-        return placement.copy_of({**declared.place, "replicas": copy})
+        sizes = {a: g.world_size for a, g in states.groups.items() if a not in self.travels}
+        placement = Placement(states.states(p), {"replicas": n, **sizes})
+        return placement.copy_of({**states.place, "replicas": copy})
 
     def bucket_of(self, p: nn.Parameter) -> BucketState:
         """The bucket of a parameter."""
@@ -324,9 +322,7 @@ class Shards:
             bucket.storage.await_weights(bucket)
             pieces += bucket.all_pieces()
         if self._order is None or self._order[0] is not params:
-            known = [id(p) for b in self.buckets for p in b.params]
-            numbers = dict(zip(known, range(len(known))))
-            self._order = params, [numbers[id(p)] for p in params]
+            self._order = params, [self._numbers[id(p)] for p in params]
         return tuple(zip(*map(pieces.__getitem__, self._order[1])))
 
     def _reduced(self, params: Iterable[Tensor]) -> list[Tensor]:
@@ -391,7 +387,7 @@ class Shards:
         self.check_block(p, block)
         self.settle()
         local = self._joined(values, p, block) if self.stage.shards else values.clone()
-        return local if self.declared is None or block > 1 else self.declared.whole(local, p)
+        return self._states.whole(local, p) if self.is_split(p) else local
 
     def settle(self) -> None:
         """Wait until the stepped memory may be read: no step and no copy is in flight."""
@@ -400,13 +396,11 @@ class Shards:
 
     def is_split(self, p: Tensor) -> bool:
         """Whether ranks hold different parts of p, besides the ZeRO stage."""
-        return self.declared is not None and self.declared.is_split(p)
+        return self._states.is_split(p)
 
     def part_of(self, p: Tensor) -> str:
         """The part of p that this rank holds along the axes that split it, "" if all of it."""
-        if self.declared is None:
-            return ""
-        axes, place = self.declared.placement(p).gather_axes, self.declared.place
+        axes, place = self._states.placement(p).gather_axes, self._states.place
         return ", ".join(f"{axis}={place[axis]}" for axis in axes)
 
     def check_block(self, p: Tensor, block: int) -> None:
@@ -444,8 +438,8 @@ class Shards:
     def shard_of(self, whole: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
         """This rank's part of a whole tensor, a copy: the inverse of full()."""
         self.check_block(p, block)
-        if self.declared is not None and block == 1:
-            whole = self.declared.cut(whole, p)
+        if self.is_split(p):
+            whole = self._states.cut(whole, p)
         if not self.stage.shards:
             return whole.clone()
         rank = self.bucket_of(p).rank  # type: ignore[arg-type]
