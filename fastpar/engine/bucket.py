@@ -288,10 +288,6 @@ class Storage:
         """Bytes elsewhere, by kind."""
         return {}
 
-    def describe(self) -> str:
-        """Text: what lies elsewhere."""
-        return ""
-
 
 ON_DEVICE = Storage()
 

@@ -74,26 +74,19 @@ class InputCheck:
 
     Args:
         group: of these ranks; axis: their axis.
-        most: number of forwards to compare.
+        always: compare every forward, not only the first ones.
+        model: compare before its forwards, as long as this object is referenced; None: in look().
     """
 
-    def __init__(self, group: Collectives, axis: str = "tp", most: float = math.inf) -> None:
-        self.group, self.axis, self._left = group, axis, most
+    def __init__(
+        self, group: Collectives, axis: str, *, always: bool, model: nn.Module | None
+    ) -> None:
+        self.group, self.axis = group, axis
         self._handle: Any = None
-
-    @classmethod
-    def attach_all(cls, engine: Any, model: nn.Module, groups: Mapping[str, Collectives]) -> None:
-        """Attach one per axis whose ranks must have the same inputs."""
-        most = math.inf if engine.debug.check_inputs else _FIRST
-        for axis, group in groups.items():
-            engine.input_checks.append(cls(group, axis, most))
-            if engine.shards.stages is None:  # else pipeline_step() calls look()
-                engine.input_checks[-1].attach(model)
-
-    def attach(self, model: nn.Module) -> None:
-        """Compare before forwards, as long as this object is referenced."""
-        hook = Hook(weakref.ref(self), InputCheck.look)
-        self._handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        self._left = math.inf if always else _FIRST
+        if model is not None:
+            hook = Hook(weakref.ref(self), InputCheck.look)
+            self._handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def look(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """compare(), until enough forwards were compared."""

@@ -223,7 +223,10 @@ def parallelize(
     refuse_ddp(model)
     guard_optimizers(engine)
     guard_state_dicts(model, shards, Hook(weakref.ref(engine), Engine.gathered))
-    InputCheck.attach_all(engine, model, making.same_inputs)
+    seen = None if making.stages else model  # of stages pipeline_step() looks at inputs
+    for name, group in making.same_inputs.items():
+        inputs = InputCheck(group, name, always=debug.check_inputs, model=seen)
+        engine.input_checks.append(inputs)
     return model
 
 
