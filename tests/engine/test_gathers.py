@@ -96,6 +96,23 @@ def test_a_model_that_nobody_uses_is_gone_at_once():
     run_ranks(train, 2)
 
 
+def test_gathered_frees_what_it_has_gathered_and_no_more():
+    """Between forward and backward the root and the last block stay."""
+
+    def run():
+        engine = engine_of(model := parallelize(Net(), Mesh(), Parallel.of(zero_stage=3, **SMALL)))
+        loss = loss_of(model, 0)
+        before = engine.memory()["parameters"]
+        with engine.gathered():
+            with engine.gathered():
+                assert engine.memory()["parameters"] > before
+            assert engine.memory()["parameters"] > before > 0
+        assert engine.memory()["parameters"] == before
+        loss.backward()
+
+    run_ranks(run, 2)
+
+
 @pytest.mark.filterwarnings("error")
 def test_what_a_failed_forward_says_is_not_drowned():
     """A rank that lost its peer fails in the forward, and again where the root cleans up."""
