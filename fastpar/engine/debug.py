@@ -222,11 +222,9 @@ def check_replicas(
 
 def _held(shards: Shards, optimizer: Any) -> Iterator[Held]:
     """Whole parameters, pieces, then the optimizer's state of them, in launch order."""
-    whole = not shards.stage.frees_parameters
-    frozen = [(p, name) for p, name in shards.frozen.items()]
-    for p, name in [*((p, shards.name_of(p)) for p in shards.params), *frozen]:
-        if whole or p in shards.frozen:
-            yield Held(f"parameter '{name}'", -1, shards.part_of(p), p)
+    whole = {} if shards.stage.frees_parameters else {p: shards.name_of(p) for p in shards.params}
+    for p, name in (whole | shards.frozen).items():
+        yield Held(f"parameter '{name}'", -1, shards.part_of(p), p)
     for p in shards.params:
         name, piece, split = shards.name_of(p), shards.piece(p), shards.part_of(p)
         start = piece.start if shards.stage.shards else -1

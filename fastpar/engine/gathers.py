@@ -292,11 +292,6 @@ class Gathers:
     def _is_launched(self, index: int) -> bool:
         return any(bucket.gathering is not None for bucket in self.buckets[index])
 
-    def last_forward(self) -> int:
-        """The unit gathered last in a forward with gradients, -1 before the first forward."""
-        recorded = self._passes["forward", self.part].recorded
-        return recorded[-1] if recorded else -1
-
     # Hooks
 
     def before_forward(self, index: int, parts: _PartHooks, module: nn.Module, args: tuple) -> None:
@@ -385,8 +380,10 @@ class Gathers:
                         self.release(unit)
             elif with_grad and (shown or (last and not gated)):
                 self._stay.add(index)
-            elif last and not shown and not (with_grad and index == self.last_forward()):
-                self.release(index)
+            elif last and not shown:
+                newest = self._passes["forward", self.part].recorded[-1:]
+                if not (with_grad and [index] == newest):  # backward needs it next
+                    self.release(index)
 
     def _look_at(self, index: int, output: Any) -> tuple[bool, bool]:
         """Put gates on an output; returns whether there are any, and whether it is a parameter."""
