@@ -102,7 +102,7 @@ def load_checkpoint(
     Args:
         path: folder of a checkpoint, readable on every rank.
         model: its tensors are written in place; dtypes are converted.
-        optimizer: fastpar's, torch.optim's or another, of the model's parameters; None: weights only.
+        optimizer: fastpar's, torch.optim's or another, of the model; None: weights only.
         strict: the model must equal the saved one; False: load the weights that both have.
     Returns:
         The `state` of Saver.save, with "step" and, for a GPT, "model"; if not strict, also

@@ -52,7 +52,7 @@ from fastpar.engine.absent import engines_of
 from fastpar.engine.bucket import ON_DEVICE
 
 _SHAPES, _STEPS = ((32, 32), (16, 32)), 32  # of the trial
-_TRIAL = threading.Lock()  # it seeds generators that all threads share
+_TRIAL = threading.Lock()  # it restores generators that all threads share
 _HALF = (torch.bfloat16, torch.float16)
 # Entries that this package adds to the state of any optimizer: like the parameter, and counts.
 OF_WEIGHTS = ("average", "outer_weight", "outer_momentum")
@@ -98,14 +98,12 @@ def engines_made() -> int:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     params = params_of(optimizer)
-    if any(hasattr(p, "_fastpar_piece") for p in params):  # part of a step, or of a trial
-        if optimizer in _known and _known[optimizer].is_stepping:
-            refuse_after_failure()
-        return
     if getattr(optimizer, "steps_engines", False):
         owners = optimizer.members().owners  # type: ignore[attr-defined]
     else:
         owners = engines_of(params)
+        if (known := _known.get(optimizer)) is not None and known.is_stepping:
+            refuse_after_failure()
         if any(map(_needs_hooks, dict.fromkeys(owners))):
             stepped(optimizer).stay_innermost(optimizer)
     strangers = [p for p, engine in zip(params, owners) if engine is None and p.requires_grad]
@@ -151,9 +149,9 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _as_piece(values: Tensor, requires_grad: bool = True) -> nn.Parameter:
+def _as_piece(values: Tensor) -> nn.Parameter:
     """A parameter that an optimizer steps in the place of a model's."""
-    piece = nn.Parameter(values, requires_grad=requires_grad)
+    piece = nn.Parameter(values)
     piece._fastpar_piece = True  # type: ignore[attr-defined]  # see comm/mesh.py
     return piece
 
@@ -214,7 +212,7 @@ class Stepped:
         self._is_whole = True  # the state's entries are those of whole parameters
         self._pieces: dict[Tensor, nn.Parameter] = {}
         self._stepped: list[tuple[Tensor, nn.Parameter, Tensor]] = []  # while it steps
-        self._threads = 0
+        self._threads = self._n_entries = 0
         self._before = optimizer.register_step_pre_hook(self._begin).id
         self._after = optimizer.register_step_post_hook(self._end).id
         optimizer.register_state_dict_post_hook(self._make_whole)
@@ -251,22 +249,22 @@ class Stepped:
         for p, engine in zip(params, owners):
             if engine is None:
                 continue
-            value, grad = pieces[p].param.detach(), pieces[p].grad
-            x = self._pieces.get(p)
+            (value, grad, _), x = pieces[p], self._pieces.get(p)
             if x is None:
-                x = self._pieces[p] = _as_piece(value, p.requires_grad)
+                x = self._pieces[p] = _as_piece(value.detach())
             if grad is not None and p not in without:
                 x.grad = _divided(grad, engine.control.token_scale, x)
             self._stepped.append((p, x, value))
         for engine in engines:
             engine.begin_step_of_pieces()
         for group in optimizer.param_groups:
-            group["params"] = [self._piece(p) for p in group["params"]]
+            group["params"] = [self._pieces.get(p, p) for p in group["params"]]
         for p, x, _ in self._stepped:
-            if entries := {n: v for n, v in optimizer.state.get(p, {}).items() if n not in _OURS}:
+            if entries := optimizer.state.pop(p, None):
                 optimizer.state[x] = entries
-        if any(x.device.type == "cpu" and x.dtype in _HALF for _, x, _ in self._stepped):
-            self._threads = torch.get_num_threads()
+        n = torch.get_num_threads()
+        if n > 1 and any(x.device.type == "cpu" and x.dtype in _HALF for _, x, _ in self._stepped):
+            self._threads = n
             torch.set_num_threads(1)
         return args, kwargs
 
@@ -277,20 +275,22 @@ class Stepped:
         if self._threads:
             torch.set_num_threads(self._threads)
             self._threads = 0
-        of = {x: p for p, x, _ in done}
+        of: dict[Tensor, Tensor] = {x: p for p, x, _ in done}
         for group in optimizer.param_groups:
             group["params"] = [of.get(x, x) for x in group["params"]]
+        n_entries = 0
         for p, x, value in done:
             x.grad = None
             if x.data_ptr() != value.data_ptr():  # the optimizer replaced x.data
-                x.data = value.copy_(x.detach())
-            new, old = optimizer.state.pop(x, {}), optimizer.state.get(p, {})
-            for name in old.keys() - _OURS - new.keys():
-                del old[name]
-            if new:
-                optimizer.state[p].update(new)
+                value.detach().copy_(x.detach())
+                x.data = value.detach()
+            if entries := optimizer.state.pop(x, None):
+                n_entries += len(entries)
+                optimizer.state[p] = entries
         engines = [e for e in dict.fromkeys(engines_of(of.values())) if e is not None]
-        self._check_state(optimizer, engines)
+        if n_entries != self._n_entries:
+            self._n_entries = n_entries
+            self._check_trials(optimizer, engines, stepped=True)
         for engine in engines:
             engine.after_step()
 
@@ -308,28 +308,31 @@ class Stepped:
             )
         if getattr(optimizer, "found_inf", None) is not None:
             refuse_scaler(self.name, engines)
-        if shared := [engine for engine in engines if engine.shares]:
-            try:
-                self.learn(optimizer, in_pieces=True)
-            except NotElementwise as why:
-                raise self._refusal(why, shared) from why.__cause__
+        self._check_trials(optimizer, engines, stepped=False)
 
-    def _refusal(self, why: object, shared: list[Any]) -> RuntimeError:
-        return RuntimeError(
-            f"{self.name}.step: {self.name} is not elementwise, as {why}, so it cannot run with "
-            f"{shared[0].sharing}; use an elementwise optimizer (fastpar.AdamW, or fastpar.Muon, "
-            "which gathers matrices), or zero_stage=0 without tp"
-        )
-
-    def _check_state(self, optimizer: torch.optim.Optimizer, engines: list[Any]) -> None:
-        """Refuse entries that the trial did not show where ranks have parts of them."""
+    def _check_trials(
+        self, optimizer: torch.optim.Optimizer, engines: list[Any], *, stepped: bool
+    ) -> None:
+        """Where ranks have parts of tensors, refuse an optimizer that needs whole ones, and entries
+        that its trial did not show."""
         shared = [engine for engine in engines if engine.shares]
-        if shared and self.strange(optimizer):
-            self.trials.clear()  # an option was changed
+        if not shared:
+            return
+        try:
             self.learn(optimizer, in_pieces=True)
-            if names := self.strange(optimizer):
-                why = f"its state has '{names[0]}', unlike in the trial of {_STEPS} steps"
-                raise self._refusal(why, shared)
+            if stepped and self.strange(optimizer):
+                self.trials.clear()  # an option was changed
+                self.learn(optimizer, in_pieces=True)
+                if names := self.strange(optimizer):
+                    raise NotElementwise(
+                        f"its state has '{names[0]}', unlike in the trial of {_STEPS} steps"
+                    )
+        except NotElementwise as why:
+            raise RuntimeError(
+                f"{self.name}.step: {self.name} is not elementwise, as {why}, so it cannot run "
+                f"with {shared[0].sharing}; use an elementwise optimizer (fastpar.AdamW, or "
+                "fastpar.Muon, which gathers matrices), or zero_stage=0 without tp"
+            ) from why.__cause__
 
     def strange(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Entries of its state that are not as in the trial."""
@@ -403,7 +406,7 @@ class Stepped:
         self._is_whole = True
 
     def cut(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep this rank's part of whole entries that were loaded.
+        """Keep this rank's part of entries that were loaded, or made in the constructor.
 
         Raises:
             RuntimeError: they are not this optimizer's, of these parameters.
@@ -412,22 +415,27 @@ class Stepped:
             return
         new: dict[Tensor, dict[str, Any]] = {}
         for p, engine in _shared(optimizer):
-            whole = engine.shards.whole_shape(p)
             for name, value in optimizer.state.get(p, {}).items():
-                entry = self.entries.get(name)
-                like = name in OF_WEIGHTS or (entry is not None and entry.like)
-                known = like or name in _OURS or entry is not None
-                if not known or (like and getattr(value, "shape", None) != whole):
-                    raise RuntimeError(
-                        f"{self.name}.step: expected the state of {self.name} for parameter "
-                        f"'{engine.shards.name_of(p)}' of shape {list(whole)}, got {name} of "
-                        f"shape={list(getattr(value, 'shape', ()))}; load the state_dict() that "
-                        "was saved with this model and these options"
-                    )
-                new.setdefault(p, {})[name] = engine.shards.shard_of(value, p) if like else value
+                new.setdefault(p, {})[name] = self._part_of(name, value, p, engine)
         for p, entries in new.items():
             optimizer.state[p] = entries
         self._is_whole = False
+
+    def _part_of(self, name: str, value: Any, p: Tensor, engine: Any) -> Any:
+        shape, whole = getattr(value, "shape", None), engine.shards.whole_shape(p)
+        if self.block(name) and shape == whole:
+            return engine.shards.shard_of(value, p)
+        if self.block(name) and shape == p.shape:  # made by the constructor, of a slice along tp
+            _, start, stop = engine.shards.place(p)
+            return value.reshape(-1)[start:stop].clone() if engine.stage.shards else value
+        if self.block(name) or name not in {*self.entries, *_OURS}:
+            raise RuntimeError(
+                f"{self.name}.step: expected the state of {self.name} for parameter "
+                f"'{engine.shards.name_of(p)}' of shape {list(whole)}, got {name} of "
+                f"shape={list(shape or ())}; load the state_dict() that was saved with this model "
+                "and these options"
+            )
+        return value
 
     def _make_whole(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Any:
         """Hook of state_dict(). Ranks: all, if parameters are sharded or split."""
@@ -459,6 +467,8 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 def _divided(grad: Tensor, tokens: Tensor | None, x: Tensor) -> Tensor:
     """The gradient of one of `tokens` tokens in the dtype of x; divided in fp32."""
+    if tokens is None and grad.dtype == x.dtype:
+        return grad
     if tokens is not None:
         wide = torch.promote_types(grad.dtype, torch.float32)
         grad = grad.to(wide) * (1.0 / tokens.to(grad.device, torch.float32))
@@ -517,10 +527,9 @@ def _step_runs(
     n = len(_SHAPES)
     params: list[Tensor] = [_as_piece(x.clone()) for x in values]
     of_runs = [params[i : i + n] for i in range(0, len(params), n)]
-    generators, on_gpu = [torch.default_generator], []
+    on_gpu = []
     if device.type == "cuda":
         on_gpu = [torch.cuda.current_device() if device.index is None else device.index]
-        generators += [torch.cuda.default_generators[i] for i in on_gpu]
     first: set[str] = set()
     with _TRIAL, torch.random.fork_rng(on_gpu), _one_thread():
         inners = [_copy_of(optimizer, options, xs) for xs in of_runs]
@@ -528,9 +537,7 @@ def _step_runs(
         for i, grads in enumerate(gradients):
             for x, grad in zip(params, grads):
                 x.grad = grad.clone()
-            for seed, inner in enumerate(inners):
-                for generator in generators:
-                    generator.manual_seed(seed)
+            for inner in inners:
                 inner.step()
             if i == 0:
                 first = set(inners[0].state.get(params[0], {}))

@@ -373,17 +373,20 @@ class Shards:
         with self.log.naming(what, self.buckets[-1].spec.index), self.log.timer.waiting():
             return group.exact.gathered(x)
 
-    def full(self, values: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
+    def full(self, values: Any, p: Tensor, *, block: int = 1) -> Any:
         """Join every rank's part of a tensor. Ranks: all that share the replica.
 
         Args:
-            values: [S] for this rank's piece of p, any dtype; block: elements of p for each value.
+            values: [S] for this rank's piece of p, any dtype; block: elements of p for each value,
+                0: every rank has all of them.
         Returns:
             [P / block], in the whole parameter's shape if block is 1.
         Raises:
             ValueError: blocks of a parameter that is split along tp.
         Wire: the tensor's bytes, padded to equal parts.
         """
+        if not block:
+            return values
         self.check_block(p, block)
         self.settle()
         local = self._joined(values, p, block) if self.stage.shards else values.clone()
@@ -435,8 +438,10 @@ class Shards:
         joined = torch.cat([row[: part.stop - part.start] for row, part in zip(rows, parts)])
         return joined.view(p.shape) if block == 1 else joined
 
-    def shard_of(self, whole: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
+    def shard_of(self, whole: Any, p: Tensor, *, block: int = 1) -> Any:
         """This rank's part of a whole tensor, a copy: the inverse of full()."""
+        if not block:
+            return whole
         self.check_block(p, block)
         if self.is_split(p):
             whole = self._states.cut(whole, p)

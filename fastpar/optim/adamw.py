@@ -21,6 +21,7 @@ import functools
 import hashlib
 import itertools
 import math
+import numbers
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -30,19 +31,17 @@ from torch import Tensor
 
 from fastpar.comm.collectives import capturing
 from fastpar.engine.engine import engine_of_parameter
-from fastpar.kernels.adamw import MOMENT_BLOCK, CountedSteps, Hyper, adamw_step_
+from fastpar.kernels.adamw import MOMENT_BLOCK, CountedSteps, Hyper, adamw_step_, is_dense
 from fastpar.kernels.lists import goes_at_once, same_entries
 from fastpar.optim.base import (
     EngineOptimizer,
     Row,
     Rows,
-    check_memory,
-    check_overlap,
     check_ranges,
-    check_seed,
     pair,
     plain,
     scalar,
+    where,
 )
 from fastpar.optim.state import (
     ENTRIES,
@@ -57,6 +56,48 @@ from fastpar.optim.state import (
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 _HOST = torch.device("cpu")
 _NUMBERS = {float, int}
+
+
+def _check_seed(seed: int) -> None:
+    """Refuse a seed that is not a 63-bit number."""
+    if not isinstance(seed, numbers.Integral) or not 0 <= seed < 1 << 63:
+        raise ValueError(f"AdamW: expected 0 <= seed < 2**63, got seed={seed!r}; use 0")
+
+
+def _check_memory(group: dict[str, Any], i: int) -> None:
+    """Refuse views with gaps, which are not flat memory. Engines check their own parameters."""
+    for position, p in enumerate(group["params"]):
+        if engine_of_parameter(p) is None and (p.is_neg() or not is_dense(p)):
+            what = "negated lazily" if p.is_neg() else f"with strides {p.stride()}"
+            raise ValueError(
+                f"AdamW: expected parameters in contiguous memory, got "
+                f"{where(group, i, position)}, {list(p.shape)}, a view {what}; make its base tensor"
+                " the parameter, or a copy: torch.nn.Parameter("
+                "p.detach().clone(memory_format=torch.contiguous_format))"
+            )
+
+
+def _check_overlap(groups: list[dict[str, Any]]) -> None:
+    """Refuse parameters that share memory, which would be updated twice.
+
+    Engines check their own; parameters that are gathered later share one element until then.
+    """
+    spans = []
+    for i, group in enumerate(groups):
+        for position, p in enumerate(group["params"]):
+            if engine_of_parameter(p) is not None:
+                continue
+            if p.numel() and p.layout is torch.strided and p.device.type != "meta":
+                last = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride()))
+                start, size = p.data_ptr(), (last + 1) * p.element_size()
+                spans.append((str(p.device), start, start + size, where(group, i, position)))
+    spans.sort()
+    for (device, _, stop, name), (other, start, _, other_name) in itertools.pairwise(spans):
+        if device == other and start < stop:
+            raise ValueError(
+                f"AdamW: expected parameters in separate memory, got {other_name} overlapping "
+                f"{name}; pass a tied weight once, and views as one parameter"
+            )
 
 
 class _Plan(NamedTuple):
@@ -163,7 +204,7 @@ class AdamW(EngineOptimizer):
         zero_grad_in_step: bool = False,
     ) -> None:
         self.set_max_grad_norm(max_grad_norm)
-        check_seed("AdamW", seed)
+        _check_seed(seed)
         self.master_weights = master_weights
         self.storage = Storage(master_weights, stochastic_rounding, moment_dtype)
         self.seed = seed
@@ -216,8 +257,8 @@ class AdamW(EngineOptimizer):
             )
 
     def _check_memory(self) -> None:
-        check_memory(self.param_groups[-1], len(self.param_groups) - 1)
-        check_overlap(self.param_groups)
+        _check_memory(self.param_groups[-1], len(self.param_groups) - 1)
+        _check_overlap(self.param_groups)
 
     # The step
 

@@ -34,7 +34,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fastpar.engine.absent import engines_of
 from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.engine.optimizers import engines_made, refuse_scaler
-from fastpar.kernels.adamw import is_dense
 from fastpar.kernels.global_norm import (
     NORM_WORDS,
     GlobalNorm,
@@ -46,12 +45,10 @@ from fastpar.kernels.global_norm import (
 from fastpar.kernels.lists import are_usual, goes_at_once, rows_of
 from fastpar.optim.state import (
     add_master,
-    cut_entry,
     entry_block,
     kept_entries,
     master_entry,
     settle,
-    whole_entry,
 )
 
 
@@ -81,12 +78,6 @@ def pair(caller: str, name: str, value: Any) -> tuple[Any, Any]:
             "two, or omit it for the default"
         )
     return entries
-
-
-def check_seed(caller: str, seed: int) -> None:
-    """Refuse a seed that is not a 63-bit number."""
-    if not isinstance(seed, numbers.Integral) or not 0 <= seed < 1 << 63:
-        raise ValueError(f"{caller}: expected 0 <= seed < 2**63, got seed={seed!r}; use 0")
 
 
 def check_ranges(caller: str, options: dict[str, tuple[Any, float, float]]) -> None:
@@ -122,42 +113,6 @@ def check_plain(caller: str, group: dict[str, Any], i: int, *, pieces: bool) -> 
             raise ValueError(
                 f"{caller}: expected dense parameters, got {where(group, i, position)} of layout="
                 f"{p.layout}; pass a parameter made of its to_dense()"
-            )
-
-
-def check_memory(group: dict[str, Any], i: int) -> None:
-    """Refuse views with gaps, which are not flat memory. Engines check their own parameters."""
-    for position, p in enumerate(group["params"]):
-        if engine_of_parameter(p) is None and (p.is_neg() or not is_dense(p)):
-            what = "negated lazily" if p.is_neg() else f"with strides {p.stride()}"
-            raise ValueError(
-                f"AdamW: expected parameters in contiguous memory, got "
-                f"{where(group, i, position)}, {list(p.shape)}, a view {what}; make its base tensor"
-                " the parameter, or a copy: torch.nn.Parameter("
-                "p.detach().clone(memory_format=torch.contiguous_format))"
-            )
-
-
-def check_overlap(groups: list[dict[str, Any]]) -> None:
-    """Refuse parameters that share memory, which would be updated twice.
-
-    Engines check their own; parameters that are gathered later share one element until then.
-    """
-    spans = []
-    for i, group in enumerate(groups):
-        for position, p in enumerate(group["params"]):
-            if engine_of_parameter(p) is not None:
-                continue
-            if p.numel() and p.layout is torch.strided and p.device.type != "meta":
-                last = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride()))
-                start, size = p.data_ptr(), (last + 1) * p.element_size()
-                spans.append((str(p.device), start, start + size, where(group, i, position)))
-    spans.sort()
-    for (device, _, stop, name), (other, start, _, other_name) in itertools.pairwise(spans):
-        if device == other and start < stop:
-            raise ValueError(
-                f"AdamW: expected parameters in separate memory, got {other_name} overlapping "
-                f"{name}; pass a tied weight once, and views as one parameter"
             )
 
 
@@ -722,7 +677,7 @@ class EngineOptimizer(SavedState, torch.optim.Optimizer):
                 whole[p] = {
                     name: x.cpu() if isinstance(x, Tensor) else x
                     for name, value in mine.get(p, {}).items()
-                    for x in [whole_entry(value, p, engine, self.entry_block(name))]
+                    for x in [engine.shards.full(value, p, block=self.entry_block(name))]
                 }
         if not whole:
             yield
@@ -766,7 +721,7 @@ class EngineOptimizer(SavedState, torch.optim.Optimizer):
                 if engine is not None and engine.steps_pieces:
                     target = engine.shards.piece(p).param.detach()
                     saved_state = {
-                        n: cut_entry(x, p, engine, self.entry_block(n))
+                        n: engine.shards.shard_of(x, p, block=self.entry_block(n))
                         for n, x in saved_state.items()
                     }
                 state[p] = self._convert(saved_state, target, group, where=place, copy=True)

@@ -16,8 +16,8 @@ Entries of one parameter's state, by the optimizer's options:
                                           axes/replicas.py
 
 With a sharded engine entries cover this rank's piece of the parameter, in one dimension; pieces
-begin at multiples of 256 elements. state_dict() joins the pieces (whole_entry) and
-load_state_dict() cuts them (cut_entry), so a saved state depends neither on stage nor on world size
+begin at multiples of 256 elements. state_dict() joins the pieces (Shards.full) and
+load_state_dict() cuts them (shard_of), so a saved state depends neither on stage nor on world size
 nor on tp (8-bit moments do with tp > 1: their blocks are those of a rank's slice).
 
 A state saved in one form loads in any other (convert_moment, add_master); torch_state makes
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.engine.engine import Engine, engine_of_parameter
+from fastpar.engine.engine import engine_of_parameter
 from fastpar.engine.optimizers import OF_WEIGHTS
 from fastpar.kernels.adamw import (
     MOMENT_BLOCK,
@@ -202,20 +202,6 @@ def whole_shape(p: Tensor) -> torch.Size:
     """The shape of the whole parameter, over all ranks that split it."""
     engine = engine_of_parameter(p)
     return p.shape if engine is None else engine.shards.whole_shape(p)
-
-
-def whole_entry(value: Any, p: Tensor, engine: Engine, block: int) -> Any:
-    """An entry for all elements of a sharded parameter. Ranks: all.
-
-    Args:
-        block: elements of the parameter per element of the entry; 0: every rank has all of it.
-    """
-    return engine.shards.full(value, p, block=block) if block else value
-
-
-def cut_entry(whole: Any, p: Tensor, engine: Engine, block: int) -> Any:
-    """This rank's part of a whole entry, a copy; the inverse of whole_entry()."""
-    return engine.shards.shard_of(whole, p, block=block) if block else whole
 
 
 def entry_block(name: str) -> int:

@@ -40,6 +40,7 @@ from fastpar.axes.step import Setup, Workload
 from fastpar.axes.wires import message_bytes
 from fastpar.engine.gradients import IN_FLIGHT as IN_REDUCTION
 from fastpar.kernels.backend import has_bf16_gemm
+from fastpar.kernels.linear import WIDE_ROWS
 from fastpar.kernels.linear.fp8 import BLOCK
 from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows
 from fastpar.kernels.orthogonalize import TOGETHER
@@ -202,13 +203,12 @@ class Table:
         # A grid's rank has all of it.
         self.batch = 16.0 * n * setup.mesh.cp * setup.rows * setup.depth
         self.residual = self.own * (2 if shape.dropout else 1)  # of x and delta
-        # Whether a product of dweight is rounded before it is added in fp32.
-        rounds = item == 2 and not on_gpu and not has_bf16_gemm
         chunk = min(n, default_chunk_rows(n, shape.n_embd, rows, setup.device_type))
-        adds = rounds and n > chunk  # the next chunk's product, as fp32
-        workspace = item * rows * (chunk + shape.n_embd * rounds)
+        workspace = item * rows * chunk
         self.standing = 0 if on_gpu else workspace
-        dweight = rows * shape.n_embd * (4 * (1 + adds) + item * (setup.rows > 1))
+        dweight = rows * shape.n_embd * (4 + item * (setup.rows > 1))
+        if item == 2 and not on_gpu and not has_bf16_gemm:  # see wide_product()
+            dweight += 4 * chunk * (min(rows, WIDE_ROWS) + shape.n_embd)
         loss = workspace + self.whole * (1 + split) + 4 * n + dweight
         self.of_loss = 2 * self.own + statistics, loss
         dense = self._block(experts=False)

@@ -132,18 +132,25 @@ def depends_on_threads(dtype: torch.dtype) -> str:
     return ""
 
 
-def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-    """a [M, K] @ b [K, N] of 16 bits in fp32, as it is summed; in `out`, or added to it."""
+WIDE_ROWS = 4096  # that are multiplied in fp32 at a time
+
+
+def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a [M, K] @ b [K, N] of 16 bits in fp32, as it is summed; added to `out`, if given."""
     if _use_gemm_for(a, b):
-        if out is None:
-            out = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
-        _gemm(a, b, out, None, accumulate=add)
+        adds = out is not None
+        out = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32) if out is None else out
+        _gemm(a, b, out, None, accumulate=adds)
         return out
-    if a.device.type == "cpu":  # torch has it on CUDA
-        product = a.float() @ b.float()
-        return product if out is None else out.add_(product) if add else out.copy_(product)
-    if out is None or not add:
-        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    if a.device.type == "cpu":
+        if out is None:
+            out = a.new_zeros(a.shape[0], b.shape[1], dtype=torch.float32)
+        wide = b.float()
+        for rows, part in zip(out.split(WIDE_ROWS), a.split(WIDE_ROWS)):
+            rows.addmm_(part.float(), wide)
+        return out
+    if out is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
     return torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
 
 

@@ -17,7 +17,9 @@ from torch import optim
 import fastpar
 from fastpar import Mesh
 from fastpar.checkpoint.restore import load_checkpoint
-from fastpar.checkpoint.saver import save_checkpoint
+from fastpar.checkpoint.saver import Saver, save_checkpoint
+from fastpar.engine.debug import Debug
+from fastpar.engine.optimizers import NotElementwise, stepped
 from fastpar.sharding.placements import Replicate, Shard
 from fastpar.testing import run_ranks
 
@@ -263,7 +265,22 @@ class Fused(Own):
         p.numpy()[...] -= lr * grad.numpy()
 
 
-@pytest.mark.parametrize("inner", [Momentum, Counts, Anchored, Ahead, Replaced, Fused])
+class Needs(Own):
+    """Has an argument that is no option of groups, and no default."""
+
+    def __init__(self, params, half, lr=1e-2):
+        self.factor = torch.tensor(0.5 if half else 1.0)
+        super().__init__(params, lr)
+        self.state["all"] = torch.ones(())
+
+    def update(self, p, grad, lr, state):
+        p.sub_(grad * self.factor * self.state["all"], alpha=lr)
+
+
+GIVEN = [Momentum, Counts, Anchored, Ahead, Replaced, Fused, functools.partial(Needs, half=True)]
+
+
+@pytest.mark.parametrize("inner", GIVEN)
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 0), (2, 1), (2, 3)])
 def test_it_steps_the_optimizer_that_was_given(inner, world, stage):
     """What a step keeps, wherever it keeps it, is there in the next one."""
@@ -376,15 +393,31 @@ def test_a_loss_scale_of_torch(make):
             assert_same(got, expected)
 
 
+@pytest.mark.parametrize("make", [functools.partial(optim.AdamW, fused=True), fastpar.AdamW])
+def test_a_loss_scale_of_torch_is_refused_with_tp(make):
+    """A rank sees the overflows of its slices."""
+
+    def ranks():
+        model = on_ranks(0, tp=2)
+        scaler = torch.amp.GradScaler("cpu")
+        scaled(model, make(model.parameters()), [0], scaler)
+
+    words = "GradScaler and found_inf do not work with zero_stage=0, tp=2, where no ranks together"
+    with pytest.raises(RuntimeError, match=words):
+        run_ranks(ranks, 2)
+
+
 @pytest.mark.parametrize("stage", [0, 2])
-def test_tokens_are_counted_and_main_gradients_are_cast(stage):
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("options", [{}, {"grad_dtype": "fp32"}], ids=["", "main gradients"])
+def test_tokens_are_counted_and_main_gradients_are_cast(stage, tokens, options):
     def ranks(stage=None):
-        model = bag(BF16) if stage is None else on_ranks(stage, BF16, grad_dtype="fp32")
+        model = bag(BF16) if stage is None else on_ranks(stage, BF16, **options)
         optimizer = Momentum(model.parameters(), lr=0.1)
         for step in range(3):
             loss = model(gradients(step))
-            (loss if stage is not None else loss / 4).backward()
-            if stage is not None:
+            (loss / 4 if tokens and stage is None else loss).backward()
+            if tokens and stage is not None:
                 fastpar.engine_of(model).count_tokens(4)
             optimizer.step()
             optimizer.zero_grad()
@@ -465,6 +498,17 @@ class Neighbours(Own):
         self.kept = p
 
 
+class Trusts(Own):
+    """Steps by a norm only if it was told to, which no group shows."""
+
+    def __init__(self, params, lr=1e-2, trust=False):
+        self.trust = trust
+        super().__init__(params, lr)
+
+    def update(self, p, grad, lr, state):
+        p.sub_(grad * (p.norm() if self.trust else 1.0), alpha=lr)
+
+
 def writes(lines):
     """An optimizer that is not elementwise in one line."""
     return own(eval(f"lambda p, grad, lr, state: {lines}", {"torch": torch}))
@@ -495,6 +539,8 @@ NOT_ELEMENTWISE = [  # optimizer, options, what the refusal names
     (Neighbours, {}, "it cannot step a part of a tensor"),
     (Across, {}, "Across is not elementwise"),
     (Adapts, {}, "'distance' of its state is not the same"),
+    (writes("p.sub_(grad * p.norm(), alpha=lr)"), {"lr": 0.0}, STEP),
+    (functools.partial(Trusts, trust=True), {}, STEP),
 ]
 
 
@@ -504,12 +550,72 @@ def test_what_needs_whole_tensors_is_refused_where_ranks_share_them_out(inner, o
 
     def ranks(stage):
         model = fastpar.parallelize(bag(), Mesh(), zero_stage=stage)
-        state = torch.get_rng_state()
         with pytest.raises(RuntimeError, match=words):
             train(model, inner([model.weight, model.table], **options), [0])
-        assert torch.equal(torch.get_rng_state(), state)
 
     run_ranks(ranks, 2, 1)
+
+
+def test_a_trial_draws_no_random_numbers():
+    state = torch.get_rng_state()
+    noise = writes("p.add_(torch.randn_like(p), alpha=lr)")(bag().parameters())
+    with pytest.raises(NotElementwise):
+        stepped(noise).learn(noise, in_pieces=True)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_a_saver_has_tried_whole_is_tried_in_pieces(tmp_path):
+    def ranks():
+        model = on_ranks(1)
+        optimizer = optim.Adafactor(model.parameters())
+        Saver(tmp_path, model=model, optimizer=optimizer)
+        with pytest.raises(RuntimeError, match="Adafactor is not elementwise"):
+            train(model, optimizer, [0])
+
+    run_ranks(ranks, 2)
+
+
+def test_an_option_that_is_changed_later_brings_its_entries():
+    def ranks(stage=None):
+        model = bag() if stage is None else on_ranks(stage)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, [0])
+        optimizer.param_groups[0]["momentum"] = 0.9
+        train(model, optimizer, range(2, 5))
+        return model.state_dict()
+
+    expected = ranks()
+    for got in run_ranks(ranks, 2, 2):
+        assert_same(got, expected)
+
+
+def test_offload_needs_an_optimizer_that_steps_on_the_host():
+    """Also at stage 0, where p and p.grad are whole, but not what is stepped."""
+    model = fastpar.parallelize(
+        bag(), Mesh(), offload=fastpar.Offload("optimizer"), debug=Debug(bus_gb_s=12.0)
+    )
+    with pytest.raises(
+        RuntimeError, match=r"SGD\.step: offload='optimizer' needs .* fastpar.AdamW"
+    ):
+        train(model, optim.SGD(model.parameters()), [0])
+
+
+def test_16_bit_pieces_are_stepped_by_one_thread():
+    """One that counts tokens steps what an engine gives it, on one rank too."""
+    before, seen = torch.get_num_threads(), []
+    noting = own(lambda p, grad, lr, state: seen.append(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    try:
+        for dtype, threads in ((FP32, 2), (BF16, 1)):
+            model = fastpar.parallelize(bag(dtype), Mesh())
+            model(gradients(0)).backward()
+            fastpar.engine_of(model).count_tokens(1)
+            noting(model.parameters()).step()
+            assert seen == [threads] * len(SHAPES)
+            assert torch.get_num_threads() == 2
+            seen.clear()
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_an_entry_that_begins_later_is_refused_when_it_begins():

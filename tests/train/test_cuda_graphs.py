@@ -424,7 +424,7 @@ def test_what_a_capture_allows_passes(monkeypatch):
 def after_two_steps(monkeypatch, dtype=torch.float32, scale=None, **options):
     """The optimizer of a StepGraph, and its third step of two micro-batches, on a GPU's way."""
     module = sys.modules["fastpar.kernels.loss.linear_cross_entropy"]  # torch has it on CUDA alone
-    monkeypatch.setattr(module, "wide_product", lambda a, b, *_, add: a.float() @ b.float())
+    monkeypatch.setattr(module, "wide_product", lambda a, b, *_: a.float() @ b.float())
     # As on a GPU: behind the dispatcher the tensors say that they are on a CPU.
     monkeypatch.setattr(module, "workspace", lambda name, m, n, like: like.new_empty(m, n))
     model = parallelize(GPT(SMALL).to(dtype).train(), Mesh(), grad_dtype=torch.float32)

@@ -265,7 +265,7 @@ def device(monkeypatch):
     monkeypatch.setattr(Tensor, "pin_memory", lambda x: x)
     monkeypatch.setattr(control, "_copied", lambda heads: (heads.clone(), made.Event()))
     losses = sys.modules["fastpar.kernels.loss.linear_cross_entropy"]  # torch has it on CUDA alone
-    monkeypatch.setattr(losses, "wide_product", lambda a, b, *_, add: a.float() @ b.float())
+    monkeypatch.setattr(losses, "wide_product", lambda a, b, *_: a.float() @ b.float())
     monkeypatch.setattr(losses, "workspace", lambda name, m, n, like: like.new_empty(m, n))
     monkeypatch.setattr(watchdog, "_streams", {})
     dist.init_process_group("fake", rank=0, world_size=2)
