@@ -135,9 +135,7 @@ class Gathers:
 
     def begin(self, name: str) -> None:
         """Begin a pass."""
-        for index in range(len(self.buckets)):
-            if self._is_launched(index):  # by a backward that stopped
-                self.release(index)
+        self._drop(range(len(self.buckets)))  # launched by a backward that stopped
         if self.frees:
             self._engine.before_gathers(name)
         self._pass = self._passes[name, self.part]
@@ -148,23 +146,23 @@ class Gathers:
             hooks.put_back()
         self.passes_since_step.add(name)
 
-    def end(self) -> None:
-        """End a pass: launch what this rank skipped, and remember the order."""
+    def end(self, *, frees: bool = False) -> None:
+        """End a pass: launch what this rank skipped, and remember the order; frees: all units."""
         now = self._pass
-        self._drop_skipped(len(now.launched))
+        self._drop(now.launched)
         self._skip(now.recorded[now.next :])
         if not self._shards.is_gathered:  # else nothing was launched
             now.recorded = now.launched
         self._pass = _Pass()
         self._done.clear()
+        for index in range(len(self.buckets)) if frees else ():
+            self.release(index)
 
     def end_backward(self) -> None:
         """End a backward: at stage 3 free everything."""
         self._stay.clear()
         if self.frees:
-            self.end()
-            for index in range(len(self.buckets)):
-                self.release(index)
+            self.end(frees=True)
 
     def need(self, index: int) -> None:
         """Gather the unit, which is used now, and prefetch."""
@@ -180,7 +178,8 @@ class Gathers:
             self._launch(index)
         if self.frees and self._is_launched(index):
             launched = self._pass.launched
-            self._drop_skipped(len(launched) - 1 - launched[::-1].index(index))
+            last = len(launched) - 1 - launched[::-1].index(index)
+            self._drop({*launched[:last]} - {*launched[last:]} - self._inside)
         for bucket in self.buckets[index]:
             bucket.finish_gather()
         if self.frees:
@@ -255,10 +254,9 @@ class Gathers:
                 self._launch(index)
                 self.release(index)
 
-    def _drop_skipped(self, stop: int) -> None:
-        """Free units that were launched ahead and not used."""
-        launched = self._pass.launched
-        for index in {*launched[:stop]} - {*launched[stop:]} - self._inside:
+    def _drop(self, units: Iterable[int]) -> None:
+        """Free those of the units that were launched ahead and not used."""
+        for index in units:
             if self._is_launched(index):
                 self.release(index)
 
@@ -375,9 +373,7 @@ class Gathers:
                 if self._depth == 0:
                     for bucket in self._shards.buckets:  # of units that failed
                         bucket.take_back()
-                    self.end()
-                    for unit in () if with_grad else range(len(self.buckets)):
-                        self.release(unit)
+                    self.end(frees=not with_grad)
             elif with_grad and (shown or (last and not gated)):
                 self._stay.add(index)
             elif last and not shown:

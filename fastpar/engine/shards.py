@@ -66,8 +66,7 @@ class Shards:
         for bucket in buckets:
             bucket.log = self.log
         self.params = [p for bucket in buckets for p in bucket.params]
-        self._numbers = {id(p): i for i, p in enumerate(self.params)}
-        self.ids = self._numbers.keys()
+        self.ids = {*map(id, self.params)}
         self.index = {p: i for i, p in enumerate(self.params)}
         self.places = {
             p: (bucket, position) for bucket in buckets for position, p in enumerate(bucket.params)
@@ -322,7 +321,7 @@ class Shards:
             bucket.storage.await_weights(bucket)
             pieces += bucket.all_pieces()
         if self._order is None or self._order[0] is not params:
-            self._order = params, [self._numbers[id(p)] for p in params]
+            self._order = params, [self.index[p] for p in params]  # type: ignore[index]
         return tuple(zip(*map(pieces.__getitem__, self._order[1])))
 
     def _reduced(self, params: Iterable[Tensor]) -> list[Tensor]:

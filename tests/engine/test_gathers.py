@@ -117,7 +117,7 @@ def test_gathered_frees_what_it_has_gathered_and_no_more():
 def test_what_a_failed_forward_says_is_not_drowned():
     """A rank that lost its peer fails in the forward, and again where the root cleans up."""
 
-    def gone(*args):
+    def gone(*args, **options):
         raise RuntimeError("the end of rank 1")
 
     def run():
