@@ -218,7 +218,7 @@ Gradients run_chunks(const Tensor& x, const Tensor& weight, const int64_t* targe
   for (int64_t start = 0; start < n; start += most) {
     const int64_t rows = std::min(most, n - start);
     const Tensor part = x.narrow(0, start, rows);
-    const Tensor logits = product(part, weight.t(), workspace(0, rows, weight.size(0), x));
+    const Tensor logits = product(part, weight.t(), workspace(rows, weight.size(0), x));
     Options here = how;
     here.scale += start * how.scale_stride;
     run_rows(logits, need_dx || need_dweight ? logits : Tensor(), targets + start,

@@ -2,7 +2,9 @@
 
 #include <ATen/Context.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 
 #include <array>
@@ -16,7 +18,8 @@ namespace {
 std::atomic<bool> has_gemm{false}, has_bf16_gemm{false};
 std::atomic<int64_t> strict{0};
 
-constexpr int64_t kOursFrom = 1 << 18, kTile = 32, kWide = 768;  // of kernels/linear
+constexpr int64_t kOursFrom = 1 << 18, kTile = 32, kWide = 768,
+                  kWideRows = 4096;  // of kernels/linear
 
 bool ignores_times() { return strict.load() > 0 || at::globalContext().deterministicAlgorithms(); }
 
@@ -33,7 +36,7 @@ void run_gemm(const Tensor& out, const Tensor& a, const Tensor& b, bool add,
        dtype_of(a), dtype_of(out), at::get_num_threads());
 }
 
-using Buffers = std::map<std::pair<int, at::ScalarType>, Tensor>;
+using Buffers = std::map<at::ScalarType, Tensor>;
 Buffers& buffers() {
   thread_local Buffers found;  // ranks may be threads of one process
   return found;
@@ -71,12 +74,6 @@ void add_product(Tensor& out, const Tensor& a, const Tensor& b) {
   }
 }
 
-Tensor wide_product(const Tensor& a, const Tensor& b, Tensor out, bool add) {
-  if (!out.defined()) out = at::empty({a.size(0), b.size(1)}, a.options().dtype(at::kFloat));
-  run_gemm(out, a, b, add);
-  return out;
-}
-
 void accumulate(Tensor& sum, const Tensor& a, const Tensor& b) {
   if (a.scalar_type() == at::kFloat) {
     if (sum.defined()) {
@@ -84,22 +81,28 @@ void accumulate(Tensor& sum, const Tensor& a, const Tensor& b) {
     } else {
       sum = product(a, b);
     }
-  } else if (use_gemm(a.scalar_type(), a.size(0), b.size(1), a.size(1), true)) {
-    const bool add = sum.defined();
-    sum = wide_product(a, b, sum, add);
-  } else {
-    Tensor made = workspace(1, a.size(0), b.size(1), a);
-    at::mm_out(made, a, b);
-    if (sum.defined()) {
-      sum.add_(made);
-    } else {
-      sum = made.to(at::kFloat);
-    }
+    return;
+  }
+  const bool add = sum.defined(), ours = use_gemm_for(a, b);
+  const auto floats = a.options().dtype(at::kFloat);
+  if (!add) {
+    sum = ours ? at::empty({a.size(0), b.size(1)}, floats)
+               : at::zeros({a.size(0), b.size(1)}, floats);
+  }
+  if (ours) {
+    run_gemm(sum, a, b, add);
+    return;
+  }
+  const Tensor wide = b.to(at::kFloat);
+  for (int64_t start = 0; start < a.size(0); start += kWideRows) {
+    const int64_t rows = std::min(kWideRows, a.size(0) - start);
+    Tensor out = sum.narrow(0, start, rows);
+    at::addmm_out(out, out, a.narrow(0, start, rows).to(at::kFloat), wide);
   }
 }
 
-Tensor workspace(int which, int64_t rows, int64_t columns, const Tensor& like) {
-  Tensor& buffer = buffers()[{which, like.scalar_type()}];
+Tensor workspace(int64_t rows, int64_t columns, const Tensor& like) {
+  Tensor& buffer = buffers()[like.scalar_type()];
   if (!buffer.defined() || buffer.numel() < rows * columns) {
     const c10::InferenceMode normal(false);  // later calls may be in another mode than the first
     buffer = at::empty({rows * columns}, like.options());
@@ -121,7 +124,7 @@ TORCH_LIBRARY_FRAGMENT(fastpar, m) {
   });
   m.def("_workspace_bytes() -> int", []() {
     int64_t bytes = 0;
-    for (const auto& [which, buffer] : buffers()) bytes += static_cast<int64_t>(buffer.nbytes());
+    for (const auto& [type, buffer] : buffers()) bytes += static_cast<int64_t>(buffer.nbytes());
     return bytes;
   });
   m.def("_release_workspaces() -> ()", []() { buffers().clear(); });

@@ -12,12 +12,10 @@ bool use_gemm(at::ScalarType type, int64_t m, int64_t n, int64_t k, bool turned)
 Tensor product(const Tensor& a, const Tensor& b, Tensor out = {}, const Maybe& bias = {});
 // out += a @ b.
 void add_product(Tensor& out, const Tensor& a, const Tensor& b);
-// The product of 16 bits in fp32, as it is summed; add: to out.
-Tensor wide_product(const Tensor& a, const Tensor& b, Tensor out, bool add);
 // sum + a @ b in fp32, in place; an undefined sum is 0.
 void accumulate(Tensor& sum, const Tensor& a, const Tensor& b);
 
 // [rows, columns] of like's dtype: the same memory in every call of this thread.
-Tensor workspace(int which, int64_t rows, int64_t columns, const Tensor& like);
+Tensor workspace(int64_t rows, int64_t columns, const Tensor& like);
 
 }  // namespace fastpar::nodes

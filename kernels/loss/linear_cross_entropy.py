@@ -60,15 +60,15 @@ from fastpar.kernels.op import (
 _local = threading.local()  # ranks may be threads of one process: one workspace each
 
 
-def workspace(name: str, rows: int, columns: int, like: Tensor) -> Tensor:
+def workspace(rows: int, columns: int, like: Tensor) -> Tensor:
     """[rows, columns] of like's dtype and device; on CPU the same memory in every call."""
     if like.device.type != "cpu":
         return like.new_empty(rows, columns)
     buffers = _local.__dict__.setdefault("buffers", {})
-    buffer = buffers.get((name, like.dtype))
+    buffer = buffers.get(like.dtype)
     if buffer is None or buffer.numel() < rows * columns:
         with torch.inference_mode(False):  # later calls may be in another mode than the first
-            buffer = buffers[name, like.dtype] = like.new_empty(rows * columns)
+            buffer = buffers[like.dtype] = like.new_empty(rows * columns)
     return buffer[: rows * columns].view(rows, columns)
 
 
@@ -111,7 +111,7 @@ def _run_chunks(
     dweight = None
     for start in range(0, n, rows):
         part = slice(start, start + rows)
-        out = workspace("logits", x[part].shape[0], weight.shape[0], x)
+        out = workspace(x[part].shape[0], weight.shape[0], x)
         logits = matmul(x[part], weight.t(), out=out)  # [R, Vp]
         losses[part] = cross_entropy_rows(
             "linear_cross_entropy", logits, targets[part],

@@ -111,7 +111,7 @@ def _loss_fwd(
     of_classes |= {"ignore_index": ignore_index, "softcap": softcap}
     for start in range(0, n, rows):
         part = slice(start, start + rows)
-        out = workspace("logits", x[part].shape[0], weight.shape[0], x)
+        out = workspace(x[part].shape[0], weight.shape[0], x)
         logits = matmul(x[part], weight.t(), out=out)
         lse, target_logit = _join(cross_entropy_shard(logits, targets[part], **of_classes), tp)
         losses[part] = torch.where(targets[part] == ignore_index, 0.0, lse - target_logit)
