@@ -119,8 +119,9 @@ def parallelize(
             lives, no timing decides in this process which kernels run.
         units: modules, or their types, whose parameters are gathered together. Default: the
             elements of ModuleLists and Sequentials, without torch's RNN cells. At stage 3 every
-            rank must call a unit equally often in a forward, or not at all: leave out modules that
-            run once per time step if lengths differ between ranks.
+            rank must call a unit equally often in a forward; one that is called once some ranks may
+            leave out. Keep modules that run once per time step out of units if lengths differ
+            between ranks.
         tp_plan: how tp splits a model that does not define that itself
             (fastpar/foreign/tp_plan.py). Default: that of GPT-2 or nanoGPT, if it fits.
             engine_of(model).tp_report shows the choice.
