@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -247,10 +247,6 @@ class Storage:
         """Bytes elsewhere, by kind."""
         return {}
 
-    def describe(self) -> str:
-        """Text: what lies elsewhere."""
-        return ""
-
 
 ON_DEVICE = Storage()
 
@@ -313,7 +309,7 @@ class BucketState:
         # Memory that peers read without a copy.
         shared = groups.gather if stage.gathers_after_step else None
         self.flat = self._empty(shared, spec.numel, spec.dtype).zero_()
-        self.views = [self.flat[s.start : s.stop].view(s.spec.shape) for s in self.slots]
+        self.views = [self.slot_of(self.flat, i) for i in range(len(params))]
         self.shard = self.flat[self.own] if stage.shards else self.flat
         self.rounds = groups.gather is not None and groups.gather.rounds
         self.separate = stage.frees_parameters or self.rounds
@@ -544,10 +540,6 @@ class BucketState:
             if type(p) is nn.Parameter:
                 p.__class__ = AbsentParameter
 
-    def new_memory(self) -> list[tuple[int, Tensor]]:
-        """(position, copy of the values) of live parameters whose p.data was replaced."""
-        return [(i, self.params[i].data.clone()) for i in self._moved()]
-
     def take_memory(self, position: int, new: Tensor) -> str | None:
         """Copy such values into the old memory; returns an error message if they do not fit."""
         p, view = self.params[position], self.views[position]
@@ -576,7 +568,7 @@ class BucketState:
         with torch._C.DisableTorchFunctionSubclass():
             return lists.are_at(self.params, self.views)
 
-    def _moved(self) -> list[int]:
+    def moved(self) -> list[int]:
         """Positions of parameters that do not use the bucket's memory, with the same layout. Absent
         ones refuse other memory."""
         if self.shown and self._is_in_place():
@@ -591,25 +583,21 @@ class BucketState:
             )
         ]  # fmt: skip
 
-    def check_outputs(self) -> None:
-        """Raise RuntimeError if a forward gave a weight other memory."""
-        if self._outputs and not lists.are_at(self._outputs, self.views):
-            pairs = enumerate(zip(self._outputs, self.views))
-            i = next(i for i, (x, view) in pairs if not lists.are_at((x,), (view,)))
-            self._refuse_moved(i, self._outputs[i])
-
     def check(self) -> None:
-        """Raise RuntimeError if a parameter was given other memory."""
-        for position in self._moved():
-            self._refuse_moved(position, self.params[position])
-
-    def _refuse_moved(self, position: int, now: Tensor) -> NoReturn:
-        raise RuntimeError(
-            f"Engine: parameter '{self.name(position)}' left its flat buffer (now dtype="
-            f"{now.dtype}, shape={list(now.shape)}, device={now.device}); call module.to() before "
-            "fastpar.parallelize, and write values inside "
-            "`with fastpar.engine_of(model).gathered():`"
-        )
+        """Raise RuntimeError if a parameter, or a weight of a forward, was given other memory."""
+        weights: Sequence[Tensor] = self.params
+        moved = self.moved()
+        if not moved and self._outputs and not lists.are_at(self._outputs, self.views):
+            weights, pairs = self._outputs, enumerate(zip(self._outputs, self.views))
+            moved = [i for i, (x, view) in pairs if not lists.are_at((x,), (view,))]
+        for i in moved:
+            now = weights[i]
+            raise RuntimeError(
+                f"Engine: parameter '{self.name(i)}' left its flat buffer (now dtype={now.dtype}, "
+                f"shape={list(now.shape)}, device={now.device}); call module.to() before "
+                "fastpar.parallelize, and write values inside "
+                "`with fastpar.engine_of(model).gathered():`"
+            )
 
     # Gradients
 

@@ -74,26 +74,19 @@ class InputCheck:
 
     Args:
         group: of these ranks; axis: their axis.
-        most: number of forwards to compare.
+        always: compare every forward, not only the first ones.
+        model: compare before its forwards, as long as this object is referenced; None: in look().
     """
 
-    def __init__(self, group: Collectives, axis: str = "tp", most: float = math.inf) -> None:
-        self.group, self.axis, self._left = group, axis, most
+    def __init__(
+        self, group: Collectives, axis: str, *, always: bool, model: nn.Module | None
+    ) -> None:
+        self.group, self.axis = group, axis
         self._handle: Any = None
-
-    @classmethod
-    def attach_all(cls, engine: Any, model: nn.Module, groups: Mapping[str, Collectives]) -> None:
-        """Attach one per axis whose ranks must have the same inputs."""
-        most = math.inf if engine.debug.check_inputs else _FIRST
-        for axis, group in groups.items():
-            engine.input_checks.append(cls(group, axis, most))
-            if engine.shards.stages is None:  # else pipeline_step() calls look()
-                engine.input_checks[-1].attach(model)
-
-    def attach(self, model: nn.Module) -> None:
-        """Compare before forwards, as long as this object is referenced."""
-        hook = Hook(weakref.ref(self), InputCheck.look)
-        self._handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        self._left = math.inf if always else _FIRST
+        if model is not None:
+            hook = Hook(weakref.ref(self), InputCheck.look)
+            self._handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def look(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """compare(), until enough forwards were compared."""
@@ -110,13 +103,11 @@ class InputCheck:
         Wire: 8 bytes per rank; if they differ 8 for each input.
         """
         named = _named_tensors(model, args, kwargs)
-        words = [_word(f"{name} {x.dtype} {list(x.shape)}", x) for name, x in named]
-        if len({each for [each] in self._numbers(_word(str(words)))}) == 1:
+        words = [_word(f"{name} {x.dtype} {list(x.shape)} {int(checksum(x))}") for name, x in named]
+        if len({each for [each] in _numbers(self.group, [_word(str(words))])}) == 1:
             return
-        most = max(n for [n] in self._numbers(len(words)))
-        rows = self._numbers(*words, *[0] * (most - len(words)))
-        unlike = [(i, r) for i in range(most) for r, row in enumerate(rows) if row[i] != rows[0][i]]
-        i, rank = unlike[0]
+        columns = enumerate(zip(*_numbers(self.group, words, several=True)))
+        i, rank = next((i, r) for i, c in columns for r, word in enumerate(c) if word != c[0])
         name = f"argument '{named[i][0]}'" if i < len(named) else "a further argument"
         raise RuntimeError(
             f"parallelize: the ranks of a {self.axis} group got different inputs: {name} on "
@@ -124,18 +115,19 @@ class InputCheck:
             "by mesh.dp_rank, not by mesh.rank"
         )
 
-    def _numbers(self, *mine: int) -> list[list[int]]:
-        """Those of each rank."""
-        given = torch.tensor(mine, dtype=torch.int64, device=self.group.device)
-        return self.group.gathered(given).tolist()
+
+def _numbers(group: Collectives, mine: Sequence[int], *, several: bool = False) -> list[list[int]]:
+    """The numbers of each rank; several: of ranks with fewer than others, zeros follow."""
+    if several:
+        most = max(n for [n] in _numbers(group, [len(mine)]))
+        mine = [*mine, *[0] * (most - len(mine))]
+    given = torch.tensor(mine, dtype=torch.int64, device=group.device)
+    return group.gathered(given).tolist()
 
 
-def _word(text: str, x: Tensor | None = None) -> int:
-    """A hash of a text and a tensor's bits, a signed 64-bit word."""
+def _word(text: str) -> int:
+    """A hash of a text, a signed 64-bit word."""
     digest = hashlib.blake2b(text.encode(), digest_size=8)
-    if x is not None:
-        raw = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        digest.update(raw.numpy().data)
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
@@ -207,16 +199,12 @@ def check_replicas(
         return
     with contextlib.nullcontext() if shards.stage.frees_parameters else shards.gathered():
         held = [*_held(shards, optimizer)]
-        sums = [checksum(each.values).to(mesh.device) for each in held]
+        sums = torch.stack([checksum(each.values).to(mesh.device) for each in held]).tolist()
     keys = [_word(f"{x.what} {x.start} {x.values.numel()} {x.split}") for x in held]
-    count = torch.tensor([len(held)], dtype=torch.int64, device=mesh.device)
-    most = int(group.gathered(count).max())
-    mine = torch.zeros(2, most, dtype=torch.int64, device=mesh.device)
-    mine[0, : len(held)] = torch.tensor(keys, dtype=torch.int64, device=mesh.device)
-    mine[1, : len(held)] = torch.stack(sums)
     found: dict[int, dict[int, list[int]]] = {}  # key -> checksum -> ranks
-    for rank, (theirs, totals) in enumerate(group.gathered(mine).tolist()):
-        for key, total in zip(theirs, totals):
+    pairs = [number for pair in zip(keys, sums) for number in pair]
+    for rank, theirs in enumerate(_numbers(group, pairs, several=True)):
+        for key, total in zip(theirs[::2], theirs[1::2]):
             found.setdefault(key, {}).setdefault(total, []).append(rank)
     differing = [
         (key, sorted(by.values(), key=len, reverse=True))
@@ -234,11 +222,9 @@ def check_replicas(
 
 def _held(shards: Shards, optimizer: Any) -> Iterator[Held]:
     """Whole parameters, pieces, then the optimizer's state of them, in launch order."""
-    whole = not shards.stage.frees_parameters
-    frozen = [(p, name) for p, name in shards.frozen.items()]
-    for p, name in [*((p, shards.name_of(p)) for p in shards.params), *frozen]:
-        if whole or p in shards.frozen:
-            yield Held(f"parameter '{name}'", -1, shards.part_of(p), p)
+    whole = {} if shards.stage.frees_parameters else {p: shards.name_of(p) for p in shards.params}
+    for p, name in (whole | shards.frozen).items():
+        yield Held(f"parameter '{name}'", -1, shards.part_of(p), p)
     for p in shards.params:
         name, piece, split = shards.name_of(p), shards.piece(p), shards.part_of(p)
         start = piece.start if shards.stage.shards else -1

@@ -23,12 +23,13 @@ recomputation (activation checkpointing) hooks gather but do not free, because t
 follows. The start of a unit's backward is detected by gates: hooks on the autograd nodes of its
 outputs, which stay in place if an output is changed in place. A unit stays until the end of
 backward if its outputs have no node or are parameters, or if a parameter was used while it was
-absent (absent.py). A submodule called from outside its unit counts as the unit. The backward of a
-graph made by a backward (create_graph=True) has no gates and would use freed memory: it is refused.
+absent (absent.py), also through an evaluation in between. A submodule called from outside its unit
+counts as the unit. The backward of a graph made by a backward (create_graph=True) has no gates and
+would use freed memory: it is refused.
 
 Hooks of other code see whole parameters: in hooks of a unit and of the modules inside it, because
-the engine's hooks run first before a forward and last after it; in hooks of modules outside units,
-the root's parameters (at stages 1 and 2 all). Only a pre-hook registered after parallelize() with
+the engine's hooks run first before a forward and last after it; in hooks of modules outside units
+because a use gathers what is absent. Only a pre-hook registered after parallelize() with
 prepend=True runs earlier, and reads nan.
 """
 
@@ -37,8 +38,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -96,13 +97,8 @@ class Gathers:
         self._inside: set[int] = set()  # units whose forward runs
         self._done: set[BucketState] = set()  # not needed any more in this backward
         self._opened: list[nn.Module] = []  # submodules called while their unit was not gathered
-        self._shown: set[int] = set()  # units that returned parameters, without gradients
-        self._stay: set[int] = set()  # units with parameters used without a module call
+        self._stay: set[int] = set()  # units that are whole until the end of backward
         self._parts: list[_PartHooks] = []
-        inner = {part for modules in units[1:] for module in modules for part in module.modules()}
-        self._outside = [  # modules with submodules outside of all units
-            weakref.ref(m) for m in units[ROOT][0].modules() if m._modules and m not in inner
-        ]
         me = weakref.ref(self)
         _all.add(self)
         self._gates = [Hook(me, Gathers.before_backward, index) for index in range(len(units))]
@@ -139,9 +135,7 @@ class Gathers:
 
     def begin(self, name: str) -> None:
         """Begin a pass."""
-        for index in range(len(self.buckets)):
-            if self._is_launched(index):  # by a backward that stopped
-                self.release(index)
+        self._drop(range(len(self.buckets)))  # launched by a backward that stopped
         if self.frees:
             self._engine.before_gathers(name)
         self._pass = self._passes[name, self.part]
@@ -152,26 +146,23 @@ class Gathers:
             hooks.put_back()
         self.passes_since_step.add(name)
 
-    def end(self) -> None:
-        """End a pass: launch what this rank skipped, and remember the order."""
+    def end(self, *, frees: bool = False) -> None:
+        """End a pass: launch what this rank skipped, and remember the order; frees: all units."""
         now = self._pass
-        self._drop_skipped(len(now.launched))
-        for index in now.recorded[now.next :]:
-            if not self._is_live(index):
-                self._launch(index)
-                self.release(index)
+        self._drop(now.launched)
+        self._skip(now.recorded[now.next :])
         if not self._shards.is_gathered:  # else nothing was launched
             now.recorded = now.launched
         self._pass = _Pass()
         self._done.clear()
+        for index in range(len(self.buckets)) if frees else ():
+            self.release(index)
 
     def end_backward(self) -> None:
         """End a backward: at stage 3 free everything."""
         self._stay.clear()
         if self.frees:
-            self.end()
-            for index in range(len(self.buckets)):
-                self.release(index)
+            self.end(frees=True)
 
     def need(self, index: int) -> None:
         """Gather the unit, which is used now, and prefetch."""
@@ -182,15 +173,13 @@ class Gathers:
             now = self._pass
             rest = now.recorded[now.next :]
             if index in rest:
-                for skipped in rest[: rest.index(index)]:
-                    if not self._is_live(skipped) and not self._is_launched(skipped):
-                        self._launch(skipped)
-                        self.release(skipped)
+                self._skip(rest[: rest.index(index)])
                 now.next += rest.index(index) + 1
             self._launch(index)
         if self.frees and self._is_launched(index):
             launched = self._pass.launched
-            self._drop_skipped(len(launched) - 1 - launched[::-1].index(index))
+            last = len(launched) - 1 - launched[::-1].index(index)
+            self._drop({*launched[:last]} - {*launched[last:]} - self._inside)
         for bucket in self.buckets[index]:
             bucket.finish_gather()
         if self.frees:
@@ -209,7 +198,8 @@ class Gathers:
         self.need(index)
         if not in_backward:
             self._note_use(index)
-            (self._stay if torch.is_grad_enabled() else self._shown).add(index)
+            if torch.is_grad_enabled():
+                self._stay.add(index)
             if self._engine.lends:
                 bucket.expects.add(DIRECT)
                 bucket.lend()
@@ -251,24 +241,22 @@ class Gathers:
     def participate(self) -> None:
         """Launch what the other ranks launch, on a rank without a batch in this step, or without a
         backward."""
-        if self.frees:
-            for name in ("forward", "backward"):
-                if name in self.passes_since_step:
-                    continue
+        for name in ("forward", "backward") if self.frees else ():
+            if name not in self.passes_since_step:
                 self.begin(name)
-                for index in list(self._pass.recorded):
-                    if not self._is_live(index) and not self._is_launched(index):
-                        self._launch(index)
-                    if index != self.last_forward():
-                        self.release(index)
-                self._pass.next = len(self._pass.recorded)
                 self.end()
         self.launch_stale()
 
-    def _drop_skipped(self, stop: int) -> None:
-        """Free units that were launched ahead and not used."""
-        launched = self._pass.launched
-        for index in set(launched[:stop]) - set(launched[stop:]) - self._inside:
+    def _skip(self, units: Iterable[int]) -> None:
+        """Launch units that other ranks use, and free them."""
+        for index in units:
+            if not self._is_live(index) and not self._is_launched(index):
+                self._launch(index)
+                self.release(index)
+
+    def _drop(self, units: Iterable[int]) -> None:
+        """Free those of the units that were launched ahead and not used."""
+        for index in units:
             if self._is_launched(index):
                 self.release(index)
 
@@ -276,8 +264,8 @@ class Gathers:
         now = self._pass
         if now.next < len(now.recorded) and now.recorded[now.next] == index:
             now.next += 1  # it was gathered already
-        last = set(now.launched[-self.prefetch - 1 :]) - self._inside - {index}
-        ahead = sum(self._is_launched(i) for i in last)
+        last = {*now.launched[-self.prefetch - 1 :]} - self._inside - {index}
+        ahead = sum(map(self._is_launched, last))
         while ahead < self.prefetch and now.next < len(now.recorded):
             following = now.recorded[now.next]
             if self._is_launched(following):
@@ -302,17 +290,11 @@ class Gathers:
     def _is_launched(self, index: int) -> bool:
         return any(bucket.gathering is not None for bucket in self.buckets[index])
 
-    def last_forward(self) -> int:
-        """The unit gathered last in a forward with gradients, -1 before the first forward."""
-        recorded = self._passes["forward", self.part].recorded
-        return recorded[-1] if recorded else -1
-
     # Hooks
 
     def before_forward(self, index: int, parts: _PartHooks, module: nn.Module, args: tuple) -> None:
         """Hook: a module of the unit is called."""
-        if self._in_a_transform():
-            self._shards.keep(self.buckets[index])  # for the derivative, which has no gates
+        if self._in_a_transform(index):
             return
         in_backward = torch._C._current_graph_task_id() != -1
         if index == ROOT and not in_backward:
@@ -326,10 +308,6 @@ class Gathers:
         self._stay_last(module)
         parts.take_away()
         self.need(index)
-        if index == ROOT and not self.frees and self._has_foreign_hooks():
-            self.launch_stale()
-            for bucket in self._shards.buckets:
-                bucket.finish_gather()
         self._provide(index, in_backward)
 
     def _provide(self, index: int, in_backward: bool) -> None:
@@ -341,8 +319,8 @@ class Gathers:
             for bucket in self.buckets[index] if self.frees else self._shards.buckets:
                 bucket.lend()
 
-    def _in_a_transform(self) -> bool:
-        """At stage 3: whether a transform of torch.func runs, inside of gathered()."""
+    def _in_a_transform(self, index: int) -> bool:
+        """At stage 3: whether a transform of torch.func runs the unit, inside of gathered()."""
         if not self.frees or not torch._C._are_functorch_transforms_active():
             return False
         if not self._shards.is_gathered:
@@ -351,15 +329,8 @@ class Gathers:
                 "model where this rank holds only shards of it; call it inside "
                 "`with fastpar.engine_of(model).gathered():`, on all ranks"
             )
+        self._shards.keep(self.buckets[index])  # for the derivative, which has no gates
         return True
-
-    def _has_foreign_hooks(self) -> bool:
-        """Whether other hooks may read parameters before the units run."""
-        for module in self._outside:
-            for hook in getattr(module(), "_forward_pre_hooks", {}).values():
-                if not isinstance(hook, Hook):
-                    return True
-        return False
 
     def _stay_last(self, module: nn.Module) -> None:
         """Move our hooks behind those that were added after them."""
@@ -377,7 +348,7 @@ class Gathers:
         """Hook: a module of the unit has returned, or the root has failed."""
         failed = output is None and sys.exc_info()[0] is not None
         try:
-            if self._in_a_transform():
+            if self._in_a_transform(index):
                 return
             parts.put_back()
             self._after(index, last, output)
@@ -388,7 +359,7 @@ class Gathers:
     def _after(self, index: int, last: bool, output: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         with_grad = torch.is_grad_enabled()
-        gated, shown = self._look_at(index, output) if self.frees else (False, False)
+        gated, shown = self._look_at(index, output) if self.frees else (True, False)
         if not in_backward:
             self._inside.discard(index)
             for bucket in self.buckets[index]:
@@ -402,16 +373,13 @@ class Gathers:
                 if self._depth == 0:
                     for bucket in self._shards.buckets:  # of units that failed
                         bucket.take_back()
-                    self.end()
-                    if not with_grad:
-                        for unit in (*self._shown, ROOT):
-                            self.release(unit)
-                        self._shown.clear()
-            elif shown:
-                if not with_grad:
-                    self._shown.add(index)
-            elif last and not (with_grad and (index == self.last_forward() or not gated)):
-                self.release(index)
+                    self.end(frees=not with_grad)
+            elif with_grad and (shown or (last and not gated)):
+                self._stay.add(index)
+            elif last and not shown:
+                newest = self._passes["forward", self.part].recorded[-1:]
+                if not (with_grad and [index] == newest):  # backward needs it next
+                    self.release(index)
 
     def _look_at(self, index: int, output: Any) -> tuple[bool, bool]:
         """Put gates on an output; returns whether there are any, and whether it is a parameter."""
@@ -433,8 +401,7 @@ class Gathers:
 
     def before_part(self, index: int, part: nn.Module, args: tuple) -> None:
         """Hook: a submodule is called, from outside its unit if the unit is not gathered."""
-        if self._in_a_transform():
-            self._shards.keep(self.buckets[index])
+        if self._in_a_transform(index):
             return
         self._stay_last(part)
         in_backward = torch._C._current_graph_task_id() != -1
@@ -502,32 +469,31 @@ class _PartHooks:
     """The hooks of a unit's submodules, which are away while the unit runs."""
 
     def __init__(self) -> None:
-        self._first: list[tuple[dict[int, Any], int, Hook]] = []
-        self._last: list[tuple[dict[int, Any], int, Hook]] = []
+        self._all: list[tuple[OrderedDict[int, Any], int, Hook]] = []  # where, key, hook
         self._are_away = False
 
     def add(self, part: nn.Module, before: Hook, after: Hook) -> None:
         """Register the hooks of a submodule."""
-        key = part.register_forward_pre_hook(before, prepend=True).id
-        self._first.append((part._forward_pre_hooks, key, before))
-        key = part.register_forward_hook(after).id
-        self._last.append((part._forward_hooks, key, after))
+        first = part.register_forward_pre_hook(before, prepend=True).id
+        last = part.register_forward_hook(after).id
+        self._all.append((part._forward_pre_hooks, first, before))  # type: ignore[arg-type]
+        self._all.append((part._forward_hooks, last, after))  # type: ignore[arg-type]
 
     def take_away(self) -> None:
         """The unit begins. Compiled code has guards on hooks, so then they stay."""
         if not (self._are_away or may_be_compiled()):
             self._are_away = True
-            for hooks, key, _ in (*self._first, *self._last):
+            for hooks, key, _ in self._all:
                 hooks.pop(key, None)
 
     def put_back(self) -> None:
         """The unit has returned, or a new pass begins."""
         if self._are_away:
             self._are_away = False
-            for hooks, key, hook in (*self._first, *self._last):
+            for hooks, key, hook in self._all:
                 hooks[key] = hook
-            for hooks, key, _ in self._first:
-                hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
+            for hooks, key, _ in self._all[::2]:  # before a forward
+                hooks.move_to_end(key, last=False)
 
 
 class _PartHook(Hook):
@@ -567,38 +533,32 @@ def find_units(
     Raises:
         ValueError: a module that is not in the model, or inside another unit.
     """
+    order = dict.fromkeys(model.modules())
     if units is None:
-        candidates = _elements(model)
+        chosen = _elements(model)
     elif isinstance(units, type | tuple):
-        candidates = [m for m in model.modules() if isinstance(m, units) and m is not model]
+        chosen = [m for m in order if isinstance(m, units) and m is not model]
     else:
-        candidates = list(units)
-    inside = {id(m): i for i, m in enumerate(model.modules())}
-    candidates = list({id(m): m for m in candidates}.values())
-    parts = {id(part) for m in candidates for part in m.modules() if part is not m}
-    for module in candidates:
-        if id(module) not in inside or module is model:
+        chosen = list(units)
+    parts = {part for m in chosen for part in m.modules() if part is not m}
+    for module in chosen:
+        if module not in order or module is model:
             raise ValueError(
                 f"parallelize: units contains a {type(module).__name__} that is not inside the "
                 "model; pass modules of model.modules()"
             )
-        if id(module) in parts and units is not None:
+        if module in parts and units is not None:
             raise ValueError(
                 f"parallelize: units contains a {type(module).__name__} inside another unit; "
                 "leave the inner ones out"
             )
-    merged: list[list[nn.Module]] = [[model]]
-    free = 0.0
-    for module in sorted(candidates, key=lambda m: inside[id(m)]):
-        if id(module) in parts:
-            continue
-        size = sum(p.numel() * p.element_size() for p in module.parameters())
-        if not size:
-            continue
-        if size <= free and module not in starts:
+    merged, free, outer = [[model]], 0.0, {*chosen} - parts
+    for module in filter(outer.__contains__, order):
+        size = sum(p.nbytes for p in module.parameters())
+        if size and size <= free and module not in starts:
             merged[-1].append(module)
             free -= size
-        else:
+        elif size:
             merged.append([module])
             free = merge_bytes - size
     return merged
@@ -618,16 +578,12 @@ def _elements(module: nn.Module) -> list[nn.Module]:
 
 def unit_of_parameters(units: list[list[nn.Module]]) -> dict[nn.Parameter, int]:
     """The unit of each parameter of the model; the root if several units share it."""
-    parts = [
-        (part, i) for i, modules in enumerate(units) if i for m in modules for part in m.modules()
-    ]
-    inner = {part for part, _ in parts}
-    parts += [(part, ROOT) for part in units[ROOT][0].modules() if part not in inner]
-    units_of: dict[nn.Parameter, set[int]] = {}
-    for part, index in parts:
-        for p in part._parameters.values():
-            if p is not None:
-                units_of.setdefault(p, set()).add(index)
-    return {
-        p: next(iter(indices)) if len(indices) == 1 else ROOT for p, indices in units_of.items()
-    }
+    units_of: dict[nn.Parameter, int] = {}
+    inner: set[nn.Module] = set()
+    for index in (*range(1, len(units)), ROOT):
+        for part in [part for module in units[index] for part in module.modules()]:
+            if index != ROOT or part not in inner:
+                inner.add(part)
+                for p in part.parameters(recurse=False):
+                    units_of[p] = index if units_of.get(p, index) == index else ROOT
+    return units_of

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastpar.axes import Making, Travel, every
-from fastpar.axes.pipeline.stages import Stages
 from fastpar.axes.tensor.declared import Declared
 from fastpar.comm.collectives import Collectives, OneRank
 from fastpar.comm.mesh import Mesh
@@ -120,8 +119,9 @@ def parallelize(
             lives, no timing decides in this process which kernels run.
         units: modules, or their types, whose parameters are gathered together. Default: the
             elements of ModuleLists and Sequentials, without torch's RNN cells. At stage 3 every
-            rank must call a unit equally often in a forward, or not at all: leave out modules that
-            run once per time step if lengths differ between ranks.
+            rank must call a unit equally often in a forward; one that is called once some ranks may
+            leave out. Keep modules that run once per time step out of units if lengths differ
+            between ranks.
         tp_plan: how tp splits a model that does not define that itself
             (fastpar/foreign/tp_plan.py). Default: that of GPT-2 or nanoGPT, if it fits.
             engine_of(model).tp_report shows the choice.
@@ -164,11 +164,20 @@ def parallelize(
     )
     options, debug = flat(parallel), debug or Debug()
     options["tp_plan"] = dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan
-    _check_model(model, mesh)
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"parallelize: expected a torch.nn.Module, got model={type(model).__name__}; pass the "
+            "model"
+        )
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            f"parallelize: expected a fastpar.Mesh, got mesh={type(mesh).__name__}; pass "
+            "fastpar.Mesh()"
+        )
     given, mesh = mesh, mesh.of_gradients()
-    _check_settings(model, given, parallel, mesh.dp_size)
+    _check_modules(model, mesh.dp_size)
     _check_parameters(parameter_names(model), mesh.device, materialize is not None)
-    _check_in_place_writers(model, mesh.dp_size)
+    _check_settings(model, given, parallel, mesh.dp_size)
     plan = options["tp_plan"]
     planned, rows = functools.partial(plan_for, model, plan), connects_rows(model, given)
     making = Making(
@@ -195,9 +204,7 @@ def parallelize(
         if travel is not None:
             travels[axis.key] = travel._replace(groups=maker.of_mesh(travel.mesh, stage))
     transport = groups.reduce.transport if groups.reduce else "none"
-    bucket_mb = parallel.bucket_mb
-    if bucket_mb is None:
-        bucket_mb = default_bucket_mb(mesh.dp_size, transport)
+    bucket_mb = parallel.bucket_mb or default_bucket_mb(mesh.dp_size, transport)
     in_effect = Settings(parallel, stage, n_shards, bucket_mb)
     _check_deterministic(in_effect, parameter_names(model), mesh)
     if materialize is not None:
@@ -207,8 +214,7 @@ def parallelize(
     modules = find_units(
         model, units, merge_bytes=parallel.first_bucket_mb * 2**20, starts=making.unit_starts
     )
-    fill = Fill(parameter_names(model), materialize, making.declared, making.stages)
-    shards = _make_shards(model, mesh, in_effect, travels, modules, fill, poison=debug.poison)
+    shards = _make_shards(making, mesh, in_effect, travels, modules, materialize)
     engine = Engine(shards, modules, control, given, debug)
     engine.tp_report = making.report
     if parallel.deterministic:
@@ -218,7 +224,10 @@ def parallelize(
     refuse_ddp(model)
     guard_optimizers(engine)
     guard_state_dicts(model, shards, Hook(weakref.ref(engine), Engine.gathered))
-    InputCheck.attach_all(engine, model, making.same_inputs)
+    seen = None if making.stages else model  # of stages pipeline_step() looks at inputs
+    for name, group in making.same_inputs.items():
+        inputs = InputCheck(group, name, always=debug.check_inputs, model=seen)
+        engine.input_checks.append(inputs)
     return model
 
 
@@ -235,33 +244,21 @@ def _check_group(name: str, group: Any, kind: type) -> None:
         )
 
 
-def _check_model(model: Any, mesh: Any) -> None:
-    """Refuse other types, and models that DDP, FSDP or fully_shard have wrapped."""
-    for name, value, kind, advice in (
-        ("model", model, nn.Module, "pass the model"),
-        ("mesh", mesh, Mesh, "pass fastpar.Mesh()"),
-    ):
-        if not isinstance(value, kind):
-            known = "fastpar.Mesh" if kind is Mesh else "torch.nn.Module"
-            raise ValueError(
-                f"parallelize: expected a {known}, got {name}={type(value).__name__}; {advice}"
-            )
+def _check_modules(model: nn.Module, dp: int) -> None:
+    """Refuse DDP, which averages gradients too, and embeddings whose forward changes weights:
+    replicas would come to differ."""
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise ValueError(
                 "parallelize: expected a model without DistributedDataParallel, which averages "
                 f"gradients too, got '{name or 'model'}'; pass its .module"
             )
-    for name, p in model.named_parameters():
-        if nn.parameter.is_lazy(p):
+        writes = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        if dp > 1 and writes and module.weight.requires_grad:
             raise ValueError(
-                f"parallelize: parameter '{name}' is not initialized (a lazy module); call the "
-                "model once before fastpar.parallelize"
-            )
-        if is_traceable_wrapper_subclass(p) or hasattr(p, "_is_flat_param"):
-            raise ValueError(
-                f"parallelize: expected plain parameters, got {type(p).__name__} '{name}'; drop "
-                "FSDP and fully_shard and use zero_stage=3 instead"
+                f"parallelize: embedding '{name}' has max_norm={module.max_norm}, whose forward "
+                "changes only the rows of this rank's batch; set max_norm=None and rescale rows "
+                "after each step inside `with fastpar.engine_of(model).gathered():`"
             )
 
 
@@ -271,12 +268,6 @@ def _check_settings(model: nn.Module, mesh: Mesh, parallel: Parallel, dp: int) -
     Args:
         dp: number of ranks that compute different tokens.
     """
-    for name, p in model.named_parameters():
-        if engine_of_parameter(p) is not None:
-            raise ValueError(
-                f"parallelize: the model was parallelized before (parameter '{name}'); call "
-                "fastpar.parallelize once"
-            )
     # Without pipeline stages the schedule has no effect; cut_stages() checks it otherwise.
     check_types("parallelize", dataclasses.replace(parallel, pipeline=Pipeline()))
     values = flat(parallel) | _facts(model, mesh, dp)
@@ -346,6 +337,21 @@ def _check_parameters(
     expected = torch.device("meta") if meta else device
     memory: dict[int, str] = {}
     for p, names in named.items():
+        if nn.parameter.is_lazy(p):
+            raise ValueError(
+                f"parallelize: parameter '{names[0]}' is not initialized (a lazy module); call the "
+                "model once before fastpar.parallelize"
+            )
+        if is_traceable_wrapper_subclass(p) or hasattr(p, "_is_flat_param"):
+            raise ValueError(
+                f"parallelize: expected plain parameters, got {type(p).__name__} '{names[0]}'; "
+                "drop FSDP and fully_shard and use zero_stage=3 instead"
+            )
+        if engine_of_parameter(p) is not None:
+            raise ValueError(
+                f"parallelize: the model was parallelized before (parameter '{names[0]}'); call "
+                "fastpar.parallelize once"
+            )
         if p.device.type == "meta" and not meta:
             raise ValueError(
                 f"parallelize: parameter '{names[0]}' is on the meta device; pass materialize= to "
@@ -373,58 +379,7 @@ def _check_parameters(
             )
 
 
-def _check_in_place_writers(model: nn.Module, dp: int) -> None:
-    """Refuse embeddings whose forward changes weights: replicas would come to differ."""
-    for name, module in model.named_modules() if dp > 1 else ():
-        writes = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
-        if writes and module.weight.requires_grad:
-            raise ValueError(
-                f"parallelize: embedding '{name}' has max_norm={module.max_norm}, whose forward "
-                "changes only the rows of this rank's batch; set max_norm=None and rescale rows "
-                "after each step inside `with fastpar.engine_of(model).gathered():`"
-            )
-
-
 # Settings, values, buckets
-
-
-class Fill:
-    """Writes the first values of parameters.
-
-    Args:
-        named: all parameters with their names.
-        materialize: for a model on the meta device; None if parameters have values.
-    """
-
-    def __init__(
-        self,
-        named: dict[nn.Parameter, tuple[str, ...]],
-        materialize: Materialize | None,
-        declared: Declared | None,
-        stages: Stages | None,
-    ) -> None:
-        self.named, self.materialize, self.declared = named, materialize, declared
-        self.stages = stages
-
-    def __call__(self, p: nn.Parameter, memory: Tensor) -> None:
-        """Write the values of p into memory."""
-        if self.materialize is None:
-            memory.copy_(p.detach())
-        elif self.declared is None or not self.declared.is_split(p):
-            self.materialize(self.named[p][0], memory)
-        else:
-            whole = memory.new_empty(self.declared.whole_shape(p))
-            self.materialize(self.named[p][0], whole)
-            memory.copy_(self.declared.cut(whole, p))
-
-    def rest(self, model: nn.Module, frozen: Iterable[nn.Parameter]) -> None:
-        """Fill frozen parameters and buffers, which are in no bucket."""
-        if self.materialize is None:
-            return
-        for p in frozen:
-            self(p, p.data)
-        for name, buffer in model.named_buffers():
-            self.materialize(name, buffer.data)
 
 
 def allocate_meta(model: nn.Module, device: torch.device, declared: Declared | None) -> None:
@@ -448,31 +403,40 @@ def allocate_meta(model: nn.Module, device: torch.device, declared: Declared | N
 
 
 def _make_shards(
-    model: nn.Module,
+    making: Making,
     mesh: Mesh,
     settings: Settings,
     travels: dict[str, Travel],
     units: list[list[nn.Module]],
-    fill: Fill,
-    *,
-    poison: bool,
+    materialize: Materialize | None,
 ) -> Shards:
     """Put the parameters into buckets, with the values of the first rank that holds them."""
-    stage, unit_of, declared = settings.stage, unit_of_parameters(units), fill.declared
-    keys = {p: declared.key_of(p) if declared else "" for p in fill.named}
-    trained = [p for p in fill.named if p.requires_grad]
-    stages, by_unit = fill.stages, settings.by_unit
-    chunk_of = None if stages is None else stages.chunk_of
+    model, declared, stages = making.model, making.declared, making.stages
+    stage, named, unit_of = settings.stage, parameter_names(model), unit_of_parameters(units)
+
+    def fill(p: nn.Parameter, memory: Tensor) -> None:
+        """Write the first values of p into memory."""
+        if materialize is None:
+            memory.copy_(p.detach())
+        elif declared is None or not declared.is_split(p):
+            materialize(named[p][0], memory)
+        else:
+            whole = memory.new_empty(declared.whole_shape(p))
+            materialize(named[p][0], whole)
+            memory.copy_(declared.cut(whole, p))
+
+    keys = {p: declared.key_of(p) if declared else "" for p in named}
+    trained = [p for p in named if p.requires_grad]
     layout = build_layout(
-        [ParamSpec(fill.named[p], tuple(p.shape), p.dtype) for p in trained],
+        [ParamSpec(named[p], tuple(p.shape), p.dtype) for p in trained],
         n_shards=settings.n_shards,
         bucket_bytes=settings.bucket_mb * 2**20,
         first_bucket_bytes=settings.parallel.first_bucket_mb * 2**20,
         grad_dtype=settings.grad_dtype,
         # Embeddings get their gradient last; they share no bucket with a block (test_buckets.py).
-        unit_of=[unit_of[p] if by_unit else min(unit_of[p], 1) for p in trained],
+        unit_of=[unit_of[p] if settings.by_unit else min(unit_of[p], 1) for p in trained],
         alone=[i for i, p in enumerate(trained) if stages and p in stages.tied],
-        part_of=None if chunk_of is None else [chunk_of[p] for p in trained],
+        part_of=[stages.chunk_of[p] for p in trained] if stages else None,
         keys={i: keys[p] for i, p in enumerate(trained)},
         spread={key: travel.spread for key, travel in travels.items()},
         flags=not stage.shards,
@@ -480,16 +444,16 @@ def _make_shards(
     buckets, how = [], settings.parallel.wires
     wires = Encoders(how.gradients, how.weights, mesh.dp_rank)
     for spec in layout.buckets:  # one after another, to need little extra memory
-        travel, slots = travels[spec.key], [layout.slots[i] for i in spec.slots]
+        travel = travels[spec.key]
         bucket = BucketState(
             layout,
             spec,
-            [trained[slot.registered] for slot in slots],
+            [trained[layout.slots[i].registered] for i in spec.slots],
             settings,
             travel.groups.on_wires(wires, spec, stage),
             rank=travel.rank % spec.n_shards,
             device=mesh.device,
-            poison=poison,
+            poison=making.debug.poison,
             sources=travel.sources,
         )
         for view, p in zip(bucket.views, bucket.params):
@@ -499,8 +463,12 @@ def _make_shards(
         if bucket.separate:
             bucket.make_stale()
         buckets.append(bucket)
-    frozen = {p: names[0] for p, names in fill.named.items() if not p.requires_grad}
-    fill.rest(model, frozen)
+    frozen = {p: names[0] for p, names in named.items() if not p.requires_grad}
+    if materialize is not None:
+        for p in frozen:
+            fill(p, p.data)
+        for name, buffer in model.named_buffers():
+            materialize(name, buffer.data)
     for key, travel in travels.items():
         buffers = () if key else model.buffers()
         travel.share([*(p for p in frozen if keys[p] == key), *buffers])
@@ -512,7 +480,7 @@ def _make_shards(
         travels=travels,
         frozen=frozen,
         declared=declared,
-        stages=fill.stages,
+        stages=stages,
         model=model,
     )
 
@@ -526,33 +494,22 @@ class GroupMaker:
     Args:
         transport: of make_collectives.
         parallel: the settings of parallelize.
-    Attributes:
-        again: whether BucketGroups.again is needed.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        transport: str,
-        parallel: Parallel,
-        debug: Debug,
-    ) -> None:
-        self.mesh, self.transport, self.factory = mesh, transport, debug.collectives
-        self.deterministic, self.debug = parallel.deterministic, debug
-        self.node_size = parallel.wires.node_size
-        self.again = parallel.wires.gradients != "fp32"
+    def __init__(self, mesh: Mesh, transport: str, parallel: Parallel, debug: Debug) -> None:
+        self.mesh, self.transport, self.parallel, self.debug = mesh, transport, parallel, debug
 
     def make(self, group: Any, role: str, transport: str | None = None) -> Collectives:
         """Collectives of a process group. Ranks: all of the group."""
-        if self.factory is not None:
-            made = self.factory(group, role)
+        if self.debug.collectives is not None:
+            made = self.debug.collectives(group, role)
         else:
             made = make_collectives(
                 group,
                 device=self.mesh.device,
                 transport=transport or self.transport,
                 timeout_s=self.mesh.timeout_s,
-                in_rank_order=self.deterministic,
+                in_rank_order=self.parallel.deterministic,
             )
         if self.debug.observe is not None:
             self.debug.observe(made)
@@ -571,10 +528,9 @@ class GroupMaker:
         """
         mesh = self.mesh.with_replicas(self.mesh.dp_size // n_shards)
         one = OneRank(mesh.device) if alone and mesh.dp_size == 1 else None
-        if mesh.world_size == 1:
-            return BucketGroups(one, one), None
         if mesh.dp_size == 1:
-            return BucketGroups(one, one), self.make(mesh.group(*AXES), "control")
+            control = self.make(mesh.group(*AXES), "control") if mesh.world_size > 1 else None
+            return BucketGroups(one, one), control
         whole = self.make(mesh.dp_group, "reduce")
         kind = self._like(whole)
         # The control exchange carries the norm, the flags and the loss of all ranks.
@@ -596,27 +552,24 @@ class GroupMaker:
 
     def _roles(self, mesh: Mesh, stage: Stage, whole: Collectives) -> BucketGroups:
         """A group for each role, of the ranks along replicas and dp; whole: all of these ranks."""
-        kind = self._like(whole)
-        new = self.factory is None and whole.transport != "shm"  # shared memory queues nothing
+        kind, wires = self._like(whole), self.parallel.wires
+        # Shared memory queues nothing.
+        new = self.debug.collectives is None and whole.transport != "shm"
+
+        def second(of: Mesh, *axes: str) -> Collectives:
+            return self.make(of.new_group(*axes) if new else of.group(*axes), "gather", kind)
+
         if not stage.shards:
-            if not self.again:
-                return BucketGroups(whole)
-            of = mesh.new_group("replicas", "dp") if new else mesh.group("replicas", "dp")
-            return BucketGroups(whole, again=self.make(of, "gather", kind))
+            again = second(mesh, "replicas", "dp") if wires.gradients != "fp32" else None
+            return BucketGroups(whole, again=again)
         if mesh.size("dp") == 1:  # each replica is whole on its rank
             alone = OneRank(mesh.device)
             return BucketGroups(alone, alone, whole)
-        gather = self.make(mesh.new_group("dp") if new else mesh.group("dp"), "gather", kind)
-        node = self._of_node(new, kind)
+        gather, node = second(mesh, "dp"), None
+        if wires.node_size is not None:
+            node = second(self.mesh.with_replicas(self.mesh.dp_size // wires.node_size), "dp")
         if mesh.size("replicas") == 1:
             return BucketGroups(whole, gather, node=node)
         reduce = self.make(mesh.group("dp"), "reduce", kind)
         copies = self.make(mesh.group("replicas"), "replicate", kind)
         return BucketGroups(reduce, gather, copies, node=node)
-
-    def _of_node(self, new: bool, kind: str) -> Collectives | None:
-        """`node` of BucketGroups. Ranks: all."""
-        if self.node_size is None:
-            return None
-        mesh = self.mesh.with_replicas(self.mesh.dp_size // self.node_size)
-        return self.make(mesh.new_group("dp") if new else mesh.group("dp"), "gather", kind)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -160,28 +161,26 @@ def _check(
         )
 
 
+@dataclass
 class PipelineStep:
-    """One step on one rank."""
+    """One step on one rank; options: arguments of the forward of each micro-batch."""
 
-    def __init__(
-        self,
-        model: Any,
-        engine: Engine,
-        schedule: Schedule,
-        idx: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        options: Sequence[dict[str, Any]],  # arguments of the forward of each micro-batch
-        reduction: str,
-        target: Callable[[Tensor], Tensor] = lambda loss: loss,
-    ) -> None:
-        self.model, self.engine, self.options, self.target = model, engine, options, target
-        self.schedule, self.idx, self.targets, self.reduction = schedule, idx, targets, reduction
-        self.stages: Stages | None = engine.shards.stages
-        self.rank = engine.mesh.rank_in("pp")
-        exact = self.stages is not None and engine.settings.deterministic
-        drops = options[0].get("rng_key") is not None and getattr(model, "needs_pairs", False)
-        self.pairs = exact and drops
-        self.loss = torch.zeros((), dtype=torch.float64, device=idx[0].device)
+    model: Any
+    engine: Engine
+    schedule: Schedule
+    idx: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    options: Sequence[dict[str, Any]]
+    reduction: str
+    target: Callable[[Tensor], Tensor] = lambda loss: loss
+
+    def __post_init__(self) -> None:
+        self.stages: Stages | None = self.engine.shards.stages
+        self.rank = self.engine.mesh.rank_in("pp")
+        self.exact = self.stages is not None and self.engine.settings.deterministic
+        drops = self.options[0].get("rng_key") is not None
+        self.pairs = self.exact and drops and getattr(self.model, "needs_pairs", False)
+        self.loss = torch.zeros((), dtype=torch.float64, device=self.idx[0].device)
         self.held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self.posted: dict[Op, tuple[Tensor, Handle]] = {}
         self.sent: list[Handle] = []
@@ -190,7 +189,7 @@ class PipelineStep:
         """Run the operations; returns the loss, on every stage."""
         final = [op for op in ops if op.kind is Kind.BACKWARD][-1:]
         with contextlib.ExitStack() as hooks:
-            for p in self._summed_each_time():
+            for p in self.stages.tied if self.stages is not None and self.exact else ():
                 hooks.callback(p.register_hook(self._joined).remove)
             for op, following in zip(ops, [*ops[1:], None]):
                 self.engine.on_phase(FORWARD if op.kind is Kind.FORWARD else BACKWARD)
@@ -211,14 +210,9 @@ class PipelineStep:
         if op.kind is Kind.FORWARD:
             self._forward(op, received)
         else:
-            self._begin(op, final=final)
+            last = final or self.engine.settings.reduces_each
+            self.engine.begin_micro_batch(last=last, part=op.chunk if self.stages else None)
             self._backward(op, received)
-
-    def _begin(self, op: Op, *, final: bool) -> None:
-        """Begin the micro-batch whose gradients come now, in the engine."""
-        part = None if self.stages is None else op.chunk
-        last = final or self.engine.settings.reduces_each
-        self.engine.begin_micro_batch(last=last, part=part)
 
     def _forward(self, op: Op, stream: Tensor | None) -> None:
         given: dict[str, Any] = {}
@@ -316,13 +310,7 @@ class PipelineStep:
         handle = started(group.send(x.contiguous(), to, async_op=True, tag=tag))
         self.sent = [*(h for h in self.sent if not h.is_completed()), handle]
 
-    # Tied tables
-
-    def _summed_each_time(self) -> Sequence[Tensor]:
-        """Deterministic: see axes/pipeline/stages.py, "A table on two stages"."""
-        if self.stages is None or not self.engine.settings.deterministic:
-            return ()
-        return list(self.stages.tied)
+    # Tied tables: see axes/pipeline/stages.py, "A table on two stages"
 
     def _joined(self, grad: Tensor) -> Tensor:
         assert self.stages is not None

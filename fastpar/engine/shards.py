@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,12 +17,12 @@ from torch import Tensor, nn
 
 from fastpar.axes import Travel
 from fastpar.axes.pipeline.stages import Stages
-from fastpar.axes.tensor.declared import Declared
+from fastpar.axes.tensor.declared import Declared, not_split
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import CollectiveLog
 from fastpar.engine.absent import NotCopied
 from fastpar.engine.bucket import ON_DEVICE, BucketState, Piece, Settings
-from fastpar.sharding.layout import Layout
+from fastpar.sharding.layout import Layout, parameter_names
 from fastpar.sharding.placements import Placement
 
 
@@ -58,6 +59,7 @@ class Shards:
         self.layout, self.buckets, self.travels = layout, buckets, travels
         self._widest = max(travel.spread for travel in travels.values())
         self.declared, self.frozen, self.stages = declared, frozen, stages
+        self._states = declared or not_split(parameter_names(model))
         self.model: Callable[[], nn.Module | None] = weakref.ref(model)
         self.log = CollectiveLog(mesh.device, mesh.rank)
         self.storage: Any = ON_DEVICE
@@ -69,14 +71,8 @@ class Shards:
         self.places = {
             p: (bucket, position) for bucket in buckets for position, p in enumerate(bucket.params)
         }
-        self._owners = [
-            (weakref.ref(module), attribute, p)
-            for module in model.modules()
-            for attribute, p in module._parameters.items()
-            if p is not None and p.requires_grad
-        ]
-        self._modules = [weakref.ref(module) for module in model.modules()]
-        self._parameters = [module._parameters for module in model.modules()]
+        # Every module, with its parameters of now.
+        self._modules = [(weakref.ref(m), {**m._parameters}) for m in model.modules()]
         self._checked: list[int] | None = None  # the modules and parameters that check() accepted
         self._norms: tuple[float, list[Tensor]] | None = None  # of the gradients, in grad_norms()
         self._order: tuple[list[Tensor], list[int]] | None = None  # see columns()
@@ -86,9 +82,11 @@ class Shards:
     def connect(self, collect: Callable[..., None]) -> None:
         """Give each bucket its node, whose gradients collect() gets; see bucket.py."""
         uses: dict[BucketState, list[Any]] = {bucket: [] for bucket in self.buckets}
-        for module_ref, name, p in self._owners:
-            bucket, position = self.places[p]
-            uses[bucket].append((module_ref()._parameters, name, position))  # type: ignore[union-attr]
+        for module_ref, params in self._modules:
+            for name, p in params.items():
+                if p in self.places:
+                    bucket, position = self.places[p]
+                    uses[bucket].append((module_ref()._parameters, name, position))  # type: ignore[union-attr]
         for bucket, places in uses.items():
             bucket.connect(places, collect)
 
@@ -118,24 +116,29 @@ class Shards:
         Raises:
             RuntimeError: at the end, for p.data that does not fit; the parameter keeps its values.
         """
-        stale = [bucket for bucket in self.buckets if not bucket.exact]
-        self.gather(stale)
-        for bucket in self.buckets:
-            bucket.show()
         outer = self._unused
-        inside = self._unused = set() if outer is None else outer
-        inside.update(bucket for bucket in stale if bucket.separate)
+        self._unused = (outer or set()) | self._show_all()
         try:
             yield
         finally:
-            refused = self._take_new_memory()
+            moved = [(b, i, b.params[i].data.clone()) for b in self.buckets for i in b.moved()]
+            with torch.no_grad():
+                refused = [bucket.take_memory(i, new) for bucket, i, new in moved]
             self.save_writes()
             if outer is None:
-                self._unused = None
-                for bucket in inside:
+                unused, self._unused = self._unused or (), None
+                for bucket in unused:
                     bucket.make_stale()
-            if refused:
-                raise RuntimeError(refused[0])
+            for message in filter(None, refused):
+                raise RuntimeError(message)
+
+    def _show_all(self) -> set[BucketState]:
+        """Make all parameters whole; returns the buckets that were not and have memory to free."""
+        stale = {bucket for bucket in self.buckets if not bucket.exact}
+        self.gather(stale)
+        for bucket in self.buckets:
+            bucket.show()
+        return {bucket for bucket in stale if bucket.separate}
 
     @property
     def is_gathered(self) -> bool:
@@ -150,10 +153,7 @@ class Shards:
     def gather_again(self) -> None:
         """Inside of gathered(), after a step: make all parameters whole. Ranks: all."""
         assert self._unused is not None
-        self._unused.update(bucket for bucket in self.buckets if bucket.separate)
-        self.gather(self.buckets)
-        for bucket in self.buckets:
-            bucket.show()
+        self._unused |= self._show_all()
 
     def free(self, bucket: BucketState) -> None:
         """Free a bucket that no pass needs now; inside of gathered() at its end."""
@@ -166,13 +166,6 @@ class Shards:
         """Free no bucket that a pass needs, at the end of gathered()."""
         if self._unused is not None:
             self._unused.difference_update(buckets)
-
-    def _take_new_memory(self) -> list[str]:
-        """Copy replaced p.data into the buckets; returns errors of those that do not fit."""
-        moved = [(b, position, new) for b in self.buckets for position, new in b.new_memory()]
-        with torch.no_grad():
-            errors = [bucket.take_memory(position, new) for bucket, position, new in moved]
-        return [message for message in errors if message is not None]
 
     def each_whole(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield every trained parameter with its values, whole along dp. Ranks: all.
@@ -251,40 +244,36 @@ class Shards:
         """Whether this rank's piece of p counts in sums over the whole model."""
         if self.stages is not None and self.stages.is_second_copy(p):
             return False
-        if self.declared is None:
-            return True
         # Ranks that split experts hold the same of all other parameters: the first of them counts.
         again = self.settings.n_shards < self._widest and self.mesh.dp_rank % self._widest
-        return self.declared.counts(p) and (self._spread(p) > 1 or not again)
+        return self._states.counts(p) and (self._spread(p) > 1 or not again)
 
     def _spread(self, p: Tensor) -> int:
         """Number of neighbours along dp that split p, besides the ZeRO stage."""
-        return 1 if self.declared is None else self.travels[self.declared.key_of(p)].spread
+        return self.travels[self._states.key_of(p)].spread
 
     def summed_late(self, p: Tensor) -> bool:
         """Whether its gradient changes after its reduction."""
-        partial = self.declared is not None and self.declared.is_partial(p)
-        return partial or (self.stages is not None and p in self.stages.tied)
+        tied = self.stages is not None and p in self.stages.tied
+        return tied or self._states.is_partial(p)
 
     def whole_shape(self, p: Tensor) -> torch.Size:
         """The shape of the whole parameter, over all ranks that split it."""
-        return p.shape if self.declared is None else self.declared.whole_shape(p)
+        return self._states.whole_shape(p)
 
     def place(self, p: Tensor) -> tuple[BucketState, int, int]:
         """(bucket, start, stop) of the elements of p that this rank steps."""
         bucket, position = self.places[p]  # type: ignore[index]
-        return (bucket, *(bucket.pieces[position] if self.stage.shards else (0, p.numel())))
+        return (bucket, *bucket.pieces[position])
 
     def copy_of(self, p: Tensor) -> tuple[int, int]:
         """(this rank's number among those with the same piece of p, number of such ranks)."""
-        mesh, declared = self.mesh, self.declared
+        mesh, states = self.mesh, self._states
         together = self._spread(p) * self.bucket_of(p).spec.n_shards  # type: ignore[arg-type]
         copy, n = (x // together for x in (mesh.dp_rank, mesh.dp_size))
-        if declared is None:
-            return copy, n
-        sizes = {a: g.world_size for a, g in declared.groups.items() if a not in self.travels}
-        placement = Placement(declared.states(p), {"replicas": n, **sizes})
-        return placement.copy_of({**declared.place, "replicas": copy})
+        sizes = {a: g.world_size for a, g in states.groups.items() if a not in self.travels}
+        placement = Placement(states.states(p), {"replicas": n, **sizes})
+        return placement.copy_of({**states.place, "replicas": copy})
 
     def bucket_of(self, p: nn.Parameter) -> BucketState:
         """The bucket of a parameter."""
@@ -298,11 +287,9 @@ class Shards:
 
     def by_bucket(self, params: Iterable[Tensor]) -> dict[BucketState, set[int]]:
         """Positions in buckets of the parameters that are in one."""
-        places: dict[BucketState, set[int]] = {}
-        for p in params:
-            if (at := self.places.get(p)) is not None:  # type: ignore[call-overload]
-                bucket, position = at
-                places.setdefault(bucket, set()).add(position)
+        places: defaultdict[BucketState, set[int]] = defaultdict(set)
+        for bucket, position in filter(None, map(self.places.get, params)):  # type: ignore[arg-type]
+            places[bucket].add(position)
         return places
 
     def piece(self, p: Tensor) -> Piece:
@@ -334,9 +321,7 @@ class Shards:
             bucket.storage.await_weights(bucket)
             pieces += bucket.all_pieces()
         if self._order is None or self._order[0] is not params:
-            known = [id(p) for b in self.buckets for p in b.params]
-            numbers = dict(zip(known, range(len(known))))
-            self._order = params, [numbers[id(p)] for p in params]
+            self._order = params, [self.index[p] for p in params]  # type: ignore[index]
         return tuple(zip(*map(pieces.__getitem__, self._order[1])))
 
     def _reduced(self, params: Iterable[Tensor]) -> list[Tensor]:
@@ -404,7 +389,7 @@ class Shards:
         self.check_block(p, block)
         self.settle()
         local = self._joined(values, p, block) if self.stage.shards else values.clone()
-        return local if self.declared is None or block > 1 else self.declared.whole(local, p)
+        return self._states.whole(local, p) if self.is_split(p) else local
 
     def settle(self) -> None:
         """Wait until the stepped memory may be read: no step and no copy is in flight."""
@@ -413,13 +398,11 @@ class Shards:
 
     def is_split(self, p: Tensor) -> bool:
         """Whether ranks hold different parts of p, besides the ZeRO stage."""
-        return self.declared is not None and self.declared.is_split(p)
+        return self._states.is_split(p)
 
     def part_of(self, p: Tensor) -> str:
         """The part of p that this rank holds along the axes that split it, "" if all of it."""
-        if self.declared is None:
-            return ""
-        axes, place = self.declared.placement(p).gather_axes, self.declared.place
+        axes, place = self._states.placement(p).gather_axes, self._states.place
         return ", ".join(f"{axis}={place[axis]}" for axis in axes)
 
     def check_block(self, p: Tensor, block: int) -> None:
@@ -459,8 +442,8 @@ class Shards:
         if not block:
             return whole
         self.check_block(p, block)
-        if self.declared is not None and block == 1:
-            whole = self.declared.cut(whole, p)
+        if self.is_split(p):
+            whole = self._states.cut(whole, p)
         if not self.stage.shards:
             return whole.clone()
         rank = self.bucket_of(p).rank  # type: ignore[arg-type]
@@ -476,7 +459,6 @@ class Shards:
     def check(self) -> None:
         """Raise RuntimeError unless the model still uses its parameters in the buckets' memory."""
         for bucket in self.buckets:
-            bucket.check_outputs()
             bucket.check()
         for p, name in self.frozen.items():
             if p.requires_grad:
@@ -484,24 +466,26 @@ class Shards:
                     f"Engine: parameter '{name}' was frozen at fastpar.parallelize and now has "
                     "requires_grad=True; set requires_grad before fastpar.parallelize"
                 )
-        parts = [id(p) for table in self._parameters for p in table.values()]
-        modules = [m for ref in self._modules if (m := ref()) is not None]
-        parts += [id(part) for m in modules for part in m._modules.values()]
+        parts: list[int] = []
+        for module_ref, _ in self._modules:
+            if module := module_ref():
+                parts += map(id, module._parameters.values())
+                parts += map(id, module._modules.values())
         if parts != self._checked:
             known = self._check_parts()
             self._checked = parts if known else None
 
     def _check_parts(self) -> bool:
         """check() of the model's modules; whether it has no other parameters."""
-        for module_ref, attribute, p in self._owners:
-            module = module_ref()
-            if module is not None and module._parameters.get(attribute) is not p:
-                bucket, position = self.places[p]
-                raise RuntimeError(
-                    f"Engine: parameter '{bucket.name(position)}' of the model was replaced by "
-                    "another object; load with load_state_dict(assign=False), and tie or replace "
-                    "parameters before fastpar.parallelize"
-                )
+        for module_ref, params in self._modules:
+            now = params if (module := module_ref()) is None else module._parameters
+            for name, p in params.items():
+                if p in self.places and now.get(name) is not p:
+                    raise RuntimeError(
+                        f"Engine: parameter '{self.name_of(p)}' of the model was replaced by "
+                        "another object; load with load_state_dict(assign=False), and tie or "
+                        "replace parameters before fastpar.parallelize"
+                    )
         model, known = self.model(), True
         for name, p in model.named_parameters() if model is not None else ():
             stranger = p not in self.places and p not in self.frozen
@@ -543,7 +527,7 @@ class _StateDicts(NotCopied):
         gathered: Gathered = contextlib.nullcontext,
     ) -> None:
         self._shards, self._gathered = shards, gathered
-        self._open: contextlib.ExitStack | None = None
+        self._open = contextlib.ExitStack()
         self._outer: Callable[[], nn.Module | None] = lambda: None  # the module of the call
 
     def begin(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -551,8 +535,8 @@ class _StateDicts(NotCopied):
         if shards is None or (outer is not None and _is_inside(module, outer)):
             return
         self._close()  # of a call that failed
-        self._outer, self._open = weakref.ref(module), contextlib.ExitStack()
         self._open.enter_context(self._gathered())
+        self._outer = weakref.ref(module)
 
     def begin_load(
         self, module: nn.Module, state: dict, prefix: str, *args: Any, **kwargs: Any
@@ -596,9 +580,8 @@ class _StateDicts(NotCopied):
             self._close()
 
     def _close(self) -> None:
-        opened, self._open, self._outer = self._open, None, lambda: None
-        if opened is not None:
-            opened.close()
+        self._outer = lambda: None
+        self._open.close()
 
 
 def _is_inside(module: nn.Module, outer: nn.Module) -> bool:

@@ -253,6 +253,7 @@ RULES: list[Rule] = [
         Rule((name,), lambda v: v is None or 0 < v < math.inf, f"{name} > 0", f"set <{name}>")
         for name in ("lr", "muon_lr", "bucket_mb")
     ),
+    Rule(("first_bucket_mb",), lambda v: v > 0, "first_bucket_mb > 0", "1 is usual"),
     Rule(("betas",), lambda v: all(0 <= b < 1 for b in v), "0 <= betas < 1", "0.9 0.95 are usual"),
     Rule(("ema",), lambda v: v is None or 0 < v < 1, "0 < ema < 1", "0.999 is usual"),
     Rule(

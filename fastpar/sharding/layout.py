@@ -89,7 +89,6 @@ class Layout:
 
     slots: tuple[Slot, ...]
     buckets: tuple[Bucket, ...]
-    n_shards: int
 
     def piece(self, slot: int, rank: int) -> tuple[int, int]:
         """Elements [start, stop) of a flattened parameter that rank owns; start == stop: none."""
@@ -134,21 +133,7 @@ def build_layout(
         spread: by key: number of ranks over which its parameters are split; n_shards / spread ranks
             shard their buckets.
         flags: whether buckets have `used`, see the top of the file.
-    Raises:
-        ValueError: n_shards below 1; a cap that is not above 0.
     """
-    if n_shards < 1:
-        raise ValueError(
-            f"build_layout: expected n_shards >= 1, got n_shards={n_shards}; "
-            "pass the number of ranks that shard one replica"
-        )
-    caps = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
-    for name, value in caps.items():
-        if not value > 0:
-            raise ValueError(
-                f"build_layout: expected {name} > 0, got {name}={value}; "
-                "use a large value for one bucket"
-            )
     units = [-1] * len(specs) if unit_of is None else unit_of
     parts = [0] * len(specs) if part_of is None else part_of
     keys, spread = keys or {}, spread or {}
@@ -190,7 +175,7 @@ def build_layout(
         numel = _round_up(offset + (len(group) if flags else 0), ranks * ALIGN)
         indices = tuple(range(first_slot, len(slots)))
         buckets.append(Bucket(index, dtype, indices, offset, numel, ranks, *kind))
-    return Layout(tuple(slots), tuple(buckets), n_shards)
+    return Layout(tuple(slots), tuple(buckets))
 
 
 def default_bucket_mb(n_ranks: int, transport: str) -> float:

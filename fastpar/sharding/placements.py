@@ -318,19 +318,16 @@ def overlaps(wanted: np.ndarray, held: np.ndarray) -> np.ndarray:
 
 def check_cover(pieces: Iterable[Iterable[Run]], numel: int) -> str | None:
     """None if the pieces hold each of a tensor's elements once; else the first mistake."""
-    parts = [intervals(runs) for runs in pieces]
-    rows = np.concatenate(parts) if parts else np.empty((0, 3), np.int64)
+    rows = np.concatenate([intervals(()), *map(intervals, pieces)])
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
-    starts, stops = rows[:, 0], rows[:, 0] + rows[:, 1]
-    due = np.concatenate((np.zeros(1, np.int64), stops))  # expected start of each
-    wrong = np.flatnonzero(starts != due[:-1])
-    if len(wrong):
-        start, at = int(starts[wrong[0]]), int(due[wrong[0]])
-        return f"element {start} twice" if start < at else f"no element {at}"
-    at = int(due[-1])
-    if at < numel:
+    starts, due = np.append(rows[:, 0], numel), np.append(0, rows[:, 0] + rows[:, 1])
+    wrong = np.flatnonzero(starts != due)
+    if not len(wrong):
+        return None
+    start, at = int(starts[wrong[0]]), int(due[wrong[0]])
+    if start > at:
         return f"no element {at}"
-    return f"element {numel} of {numel}" if at > numel else None
+    return f"element {start} twice" if wrong[0] < len(rows) else f"element {numel} of {numel}"
 
 
 def share_of(numel: int, copy: int, n_copies: int, index: int, align: int = 256) -> tuple[int, int]:

@@ -15,7 +15,6 @@ from fastpar.axes.context import keys
 from fastpar.axes.context.keys import attend_keys, calls_of, planned
 from fastpar.axes.context.sequences import ContextParallel, to_heads, to_tokens
 from fastpar.comm.transports import TorchCollectives
-from fastpar.engine.debug import Debug
 from fastpar.kernels import Rng, attention_qkvpacked, make_key
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
@@ -187,16 +186,13 @@ def test_keys_that_nobody_gave_are_the_same_on_all_ranks(pp):
 
 def test_what_a_model_of_cp_refuses():
     def rank():
-        model = parallelize(gpt(dropout=0.1), Mesh(cp=2), debug=Debug(check_inputs=True))
+        model = parallelize(gpt(dropout=0.1), Mesh(cp=2))
         assert copy.deepcopy(model).cp is model.cp
-        x, y = batch()
-        x[1, 0] = torch.distributed.get_rank()
-        different = r"of a cp group got different .*'idx' on cp"
+        x, _ = batch()
         for kind, message, call in (
             (RuntimeError, r"itself on rank \d of 2; save", lambda: pickle.dumps(model)),
             (ValueError, "got one with cp=2; load it", lambda: generate(model, x, 1)),
             (ValueError, "<= block_size=13, got T=14; crop the", lambda: model(*batch(14))),
-            (RuntimeError, different, lambda: model(x, y)),
         ):
             with pytest.raises(kind, match=message):
                 call()

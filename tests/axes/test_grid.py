@@ -12,7 +12,7 @@ from cells import sweep
 from lone_rank import LoneMesh, heard
 from torch import nn
 
-from fastpar import GPT, GPTConfig, Mesh, Muon, engine_of, parallelize
+from fastpar import GPT, GPTConfig, Mesh, Muon, parallelize
 from fastpar.axes.grid import Grid
 from fastpar.comm.collectives import OneRank
 from fastpar.comm.transports import TorchCollectives
@@ -175,14 +175,3 @@ def test_what_a_model_on_a_grid_refuses():
 
     run_ranks(divided, 4)
     run_ranks(rows, 2)
-
-
-@sweep("grid", [(1, 2), (2, 1), (1, 1, 2)])
-def test_another_batch_on_another_rank_is_named(grid):
-    def rank():
-        model = gridded(build(), grid, Debug(check_inputs=True))
-        idx, targets = batch()
-        with pytest.raises(RuntimeError, match=r"ranks of a (tp|rows) group got different inputs"):
-            model(idx + engine_of(model).mesh.rank, targets)
-
-    run_ranks(rank, 2)

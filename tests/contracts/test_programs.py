@@ -2,8 +2,8 @@
 
 import contextlib
 import functools
-import itertools
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -247,6 +247,7 @@ STRUCTURES = {  # of two tensors, and one tensor of it
     "dict": (lambda x, y: {"x": x, "more": [y, None]}, lambda s: s["x"] + s["more"][0]),
     "tuple": (lambda x, y: (x, (y, {"n": 3})), lambda s: s[0] + s[1][0]),
     "dataclass": (Output, lambda s: s.x + s.skip),
+    "namespace": (lambda x, y: SimpleNamespace(x=x, y=y), lambda s: s.x + s.y),  # not looked into
 }
 
 
@@ -502,7 +503,9 @@ def loss_of_tables(model, step):
     with torch.no_grad():
         first = square(model, step)
     second = square(model, step)
-    assert torch.equal(first, second)
+    with torch.no_grad():
+        assert torch.equal(first, second)
+        assert torch.equal(square(model, step), second)
     return second
 
 
@@ -567,8 +570,7 @@ def made(make):
 CASES |= {name: unit_case(lambda make=make: made(make)) for name, make in MAKERS.items()}
 
 
-# Hooks see whole parameters: of a unit, of its parts and of modules outside, before stage 3 of the
-# model too
+# Hooks see whole parameters: of a unit, of its parts, of modules outside and of the model
 def hang(model):
     def note(module, *args):
         norms = [p.detach().norm() for p in module.parameters()]
@@ -576,7 +578,7 @@ def hang(model):
 
     model.seen = []
     modules = [*model.blocks, *(block.up for block in model.blocks), model.head]
-    for module in [*modules, *[model] * model.whole]:
+    for module in [*modules, model]:
         module.register_forward_pre_hook(note)
         module.register_forward_hook(note)
 
@@ -587,19 +589,17 @@ def loss_and_seen(model, step):
     return loss + found
 
 
-def hooked(whole, before):
+def hooked(before):
     model = Stack(Plain)
-    model.whole = whole
     if before:
         hang(model)
     return model
 
 
-for when, stages in itertools.product(("before", "after"), ((0, 1, 2), (3,))):
-    build = functools.partial(hooked, 3 not in stages, when == "before")
+for when in ("before", "after"):
+    build = functools.partial(hooked, when == "before")
     after = {} if when == "before" else {"hang": hang}
-    name = f"hooks {when} parallelize, {stages}"
-    CASES[name] = unit_case(build, loss_and_seen, stages=stages, **after)
+    CASES[f"hooks {when} parallelize"] = unit_case(build, loss_and_seen, **after)
 
 
 def penalized(model, step):

@@ -9,7 +9,7 @@ from programs import SMALL, C, Case, Net, check, loss_of
 from torch import nn
 
 from fastpar import AdamW, Mesh, engine_of, parallelize
-from fastpar.engine.gathers import find_units
+from fastpar.engine.gathers import find_units, unit_of_parameters
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
@@ -96,11 +96,28 @@ def test_a_model_that_nobody_uses_is_gone_at_once():
     run_ranks(train, 2)
 
 
+def test_gathered_frees_what_it_has_gathered_and_no_more():
+    """Between forward and backward the root and the last block stay."""
+
+    def run():
+        engine = engine_of(model := parallelize(Net(), Mesh(), Parallel.of(zero_stage=3, **SMALL)))
+        loss = loss_of(model, 0)
+        before = engine.memory()["parameters"]
+        with engine.gathered():
+            with engine.gathered():
+                assert engine.memory()["parameters"] > before
+            assert engine.memory()["parameters"] > before > 0
+        assert engine.memory()["parameters"] == before
+        loss.backward()
+
+    run_ranks(run, 2)
+
+
 @pytest.mark.filterwarnings("error")
 def test_what_a_failed_forward_says_is_not_drowned():
     """A rank that lost its peer fails in the forward, and again where the root cleans up."""
 
-    def gone(*args):
+    def gone(*args, **options):
         raise RuntimeError("the end of rank 1")
 
     def run():
@@ -112,6 +129,13 @@ def test_what_a_failed_forward_says_is_not_drowned():
                 model(torch.zeros(1, 5, dtype=torch.int64))
 
     run_ranks(run, 2)
+
+
+def test_what_several_units_use_belongs_to_the_root():
+    model = Paths(None)
+    shared = model.blocks[3].bias = model.blocks[1].bias
+    units = unit_of_parameters(find_units(model, None, merge_bytes=0.0))
+    assert list(map(units.get, (shared, model.blocks[1].weight, model.norm.bias))) == [0, 2, 0]
 
 
 def test_small_neighbours_are_one_unit():

@@ -149,6 +149,7 @@ def test_models_that_do_not_fit():
 
     for stage in (0, 3):
         run_ranks(ranks, 2, stage)
+    parallelize(nn.Sequential(nn.Embedding(5, 4, max_norm=0.5)), Mesh(device="cpu"))  # no replicas
 
 
 def test_ranks_that_begin_differently_are_told():

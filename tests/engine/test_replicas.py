@@ -271,12 +271,14 @@ def test_the_first_forwards_are_compared_without_being_asked():
             run = functools.partial(pipeline_step, model, micro_batches=2)
         else:
             run = model
-        other = mesh.rank_in("tp", "cp")
+        other = mesh.rank_in("tp", "cp", "rows", "depth")
         run(idx, targets)
         run(idx, targets + other if bad else targets)
         return run(idx, targets.roll(other, 0)) is not None  # the third is not compared
 
-    for axes, axis in (({"tp": 2}, "tp"), ({"cp": 2}, "cp"), ({"tp": 2, "pp": 2}, "tp")):
+    sizes = ((1, 2), "tp"), ((2, 1), "rows"), ((1, 1, 2), "rows")
+    grids = [({"tp_grid": grid}, axis) for grid, axis in sizes]
+    for axes, axis in (({"tp": 2}, "tp"), ({"cp": 2}, "cp"), ({"tp": 2, "pp": 2}, "tp"), *grids):
         n = 4 if "pp" in axes else 2
         assert all(run_ranks(ranks, n, axes, False))
         words = rf"ranks of a {axis} group got different inputs: argument 'targets' on"

@@ -30,6 +30,7 @@ REFUSED = [
     ({"lr": 0.0}, "train: expected lr > 0, got lr=0.0; set --lr"),
     ({"muon_lr": 0.0}, "train: expected muon_lr > 0, got muon_lr=0.0; set --muon-lr"),
     ({"bucket_mb": INF}, "expected bucket_mb > 0, got bucket_mb=inf"),
+    ({"first_bucket_mb": 0.0}, "expected first_bucket_mb > 0, got first_bucket_mb=0.0"),
     ({"betas": [0.9, 1.0]}, "expected 0 <= betas < 1, got betas=(0.9, 1.0)"),
     *(({"ema": ema}, "train: expected 0 < ema < 1, got ema=") for ema in (0.0, 1.0, NAN)),
     ({"lr_decay_fraction": 0.0}, "expected 0 < lr_decay_fraction <= 1, got lr_decay_f"),

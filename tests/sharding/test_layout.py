@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -170,14 +169,3 @@ def test_names_of_tied_parameters_and_what_ranks_must_share():
         "buffer running_var [3] torch.float32",
         "buffer num_batches_tracked [] torch.int64",
     ]
-
-
-def test_bad_sizes():
-    for options, message in (
-        ({"n_shards": 0}, r"expected n_shards >= 1, got n_shards=0"),
-        ({"bucket_bytes": 0}, r"expected bucket_bytes > 0, got bucket_bytes=0"),
-        ({"first_bucket_bytes": -1}, r"expected first_bucket_bytes > 0, got .*=-1"),
-        ({"bucket_bytes": float("nan")}, r"expected bucket_bytes > 0, got bucket_bytes=nan"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            build_layout([ParamSpec(("p",), (3,), torch.float32)], **options)
