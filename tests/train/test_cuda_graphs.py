@@ -426,7 +426,7 @@ def after_two_steps(monkeypatch, dtype=torch.float32, scale=None, **options):
     module = sys.modules["fastpar.kernels.loss.linear_cross_entropy"]  # torch has it on CUDA alone
     monkeypatch.setattr(module, "wide_product", lambda a, b, *_: a.float() @ b.float())
     # As on a GPU: behind the dispatcher the tensors say that they are on a CPU.
-    monkeypatch.setattr(module, "workspace", lambda name, m, n, like: like.new_empty(m, n))
+    monkeypatch.setattr(module, "workspace", lambda m, n, like: like.new_empty(m, n))
     model = parallelize(GPT(SMALL).to(dtype).train(), Mesh(), grad_dtype=torch.float32)
     optimizer = AdamW(model.parameters(), max_grad_norm=1.0, **options)
     graph = StepGraph(compute_of(model), model, engine_of(model), optimizer)
