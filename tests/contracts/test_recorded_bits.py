@@ -24,7 +24,7 @@ import torch
 from same_run import of_row, run
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMIT = "f628cb902e9e8112a0dc0a0dea4ddd250d5b8259"
+COMMIT = "41b3b0ec2e5dbb64465cda8c1810b2b97aa9987b"
 LAYOUTS: list[dict[str, Any]] = [
     {}, {"dp": 2}, {"dp": 2, "stage": 2}, {"dp": 4, "stage": 1}, {"dp": 2, "stage": 3},
     {"dp": 4, "stage": 3, "shard_size": 2},
