@@ -835,18 +835,13 @@ class BucketState:
         """What is in `grad` now is no write by hand."""
         self._known = -1 if self.grad is None else self.grad._version
 
-    def set_aside(self, *, anew: bool, final: bool) -> None:
+    def set_aside(self, *, anew: bool) -> None:
         """Deterministic stage 0: keep the sum of the last backward passes out of a new one's.
 
         Args:
             anew: p.grad was changed and replaces that sum.
-            final: nothing else changes it after its reduction, so its bits show writes through
-                p.grad.data, which no version does.
         """
         if not self.stage.shards and self.reduced is not None:
-            tree = self._reductions
-            if final and tree is not None:
-                anew = anew or not torch.equal(tree.total(), self.reduced)
             if anew:
                 self.forget_summands()
             self.reduced = None

@@ -224,7 +224,7 @@ class Engine:
             others = part not in (None, bucket.spec.part)
             bucket.begin_backward(skipped=bucket.spec.unit in skipped or others)
             if self.settings.deterministic and not others:
-                bucket.set_aside(anew=bucket in written, final=not self.partials.sums)
+                bucket.set_aside(anew=bucket in written)
         self.reducer.begin_backward(active, last=last, final=self.micro_batches.final)
 
     def end_backward(self) -> None:

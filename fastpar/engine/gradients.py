@@ -293,21 +293,17 @@ class Reducer:
 
 
 class PartialGradients:
-    """Sums the partial gradients of one model along tp, and of a table on two stages.
-
-    Attributes:
-        sums: the ranks of each sum, and its parameters.
-    """
+    """Sums the partial gradients of one model along tp, and of a table on two stages."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards, declared, stages = shards, shards.declared, shards.stages
-        self.sums: list[tuple[Collectives, list[nn.Parameter]]] = []
+        self._sums: list[tuple[Collectives, list[nn.Parameter]]] = []
         if declared is not None and declared.tp is not None:
             for axis, group in declared.tp.groups.items():
                 axes_of = {p: declared.placement(p).reduce_axes for p in shards.params}
-                self.sums.append((group, [p for p in shards.params if axis in axes_of[p]]))
+                self._sums.append((group, [p for p in shards.params if axis in axes_of[p]]))
         if stages is not None and stages.pair is not None:
-            self.sums.append((stages.pair, list(stages.tied)))
+            self._sums.append((stages.pair, list(stages.tied)))
         self._summed = False
 
     def sum(self) -> None:
@@ -315,7 +311,7 @@ class PartialGradients:
         if self._summed:
             return
         self._summed = True
-        for group, params in self.sums:
+        for group, params in self._sums:
             self._add_up(group, params)
 
     def _add_up(self, group: Collectives, params: list[nn.Parameter]) -> None:
@@ -336,7 +332,7 @@ class PartialGradients:
 
     def split(self) -> None:
         """Prepare for a backward that adds to them; see "Partial gradients" above."""
-        for group, params in self.sums if self._summed else ():
+        for group, params in self._sums if self._summed else ():
             for p in params if group.rank else ():
                 if (grad := self._shards.piece(p).grad) is not None:
                     grad.zero_()
@@ -348,7 +344,7 @@ class PartialGradients:
 
     def check(self) -> None:
         """Refuse gradients that were changed in place; see "Partial gradients" above."""
-        for bucket in self._shards.buckets if self.sums else ():
+        for bucket in self._shards.buckets if self._sums else ():
             if bucket.written:
                 raise RuntimeError(
                     f"Engine: p.grad of '{bucket.name(0)}' was changed in place with "
