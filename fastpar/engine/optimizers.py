@@ -28,8 +28,9 @@ by a rounding from those of one process.
 [Note: trial] Halves are one-dimensional, begin at whole vectors and get gradients of other sizes,
 signs and zeros than their neighbours: a norm, a mean, a shape, another parameter or a random number
 that an update depends on gives other bits. The learning rate is 0.1, not the user's, which may be 0
-at first. What the trial cannot show: what begins after its 32 steps, or at gradients of a size that
-it does not try (0, 0.001, 1 and 1000; in fp16 30).
+at first. What the trial cannot show: what begins after its 32 steps, at gradients of a size that it
+does not try (0, 0.001, 1 and 1000; in fp16 30), or by tensors and objects that the constructor got
+(numbers and texts among the attributes are copied).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _TRIAL = threading.Lock()  # it restores generators that all threads share
 _HALF = (torch.bfloat16, torch.float16)
 # Entries that this package adds to the state of any optimizer: like the parameter, and counts.
 OF_WEIGHTS = ("average", "outer_weight", "outer_momentum")
-_OURS = {*OF_WEIGHTS, "outer_steps"}
+OURS = {*OF_WEIGHTS, "outer_steps"}
 # Without LBFGS, SparseAdam, Adafactor and Muon.
 _NAMES = "SGD Adam AdamW NAdam RAdam Adamax RMSprop Adagrad Adadelta ASGD Rprop"
 _KNOWN = frozenset(getattr(torch.optim, name) for name in _NAMES.split())
@@ -192,6 +193,12 @@ class Trial(NamedTuple):
 
 def stepped(optimizer: torch.optim.Optimizer) -> Stepped:
     """What is known of an optimizer; registers its hooks at the first call."""
+    if not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+        name = type(optimizer).__name__
+        raise RuntimeError(
+            f"{name}.step: {name} did not call torch.optim.Optimizer.__init__, so it has no hooks, "
+            "which sharded parameters need; use the optimizer that it wraps"
+        )
     with _lock:
         if optimizer not in _known:
             _known[optimizer] = Stepped(optimizer)
@@ -340,7 +347,7 @@ class Stepped:
             name
             for p in params_of(optimizer)
             for name, value in optimizer.state.get(p, {}).items()
-            if value is not None and name not in _OURS
+            if value is not None and name not in OURS
             if name not in self.entries or not self.entries[name].fits(value, self._piece(p))
         ]
 
@@ -428,7 +435,7 @@ class Stepped:
         if self.block(name) and shape == p.shape:  # made by the constructor, of a slice along tp
             _, start, stop = engine.shards.place(p)
             return value.reshape(-1)[start:stop].clone() if engine.stage.shards else value
-        if self.block(name) or name not in {*self.entries, *_OURS}:
+        if self.block(name) or name not in {*self.entries, *OURS}:
             raise RuntimeError(
                 f"{self.name}.step: expected the state of {self.name} for parameter "
                 f"'{engine.shards.name_of(p)}' of shape {list(whole)}, got {name} of "

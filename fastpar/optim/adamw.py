@@ -151,8 +151,8 @@ class AdamW(EngineOptimizer):
             no max_grad_norm, and no loss scale or one whose overflows found_inf reports.
         grad_scale: the loss scale, divisor of gradients; 1 by default.
         found_inf: tensor of one element, nonzero if the gradients are known to be not finite.
-            torch.amp.GradScaler sets both around step(); a training loop may do so too, but not
-            found_inf with zero_stage >= 1 or tp > 1, where no rank sees all gradients.
+            torch.amp.GradScaler sets both around step(); a training loop may do so too, on all
+            ranks: their flags are added at zero_stage >= 1. Not with tp or a pipeline.
         skipped: whether the last step changed nothing because its gradients were not finite; the
             same on all ranks. Happens only after grad_scale or found_inf was set. Reading it on a
             GPU waits for the step. Without a loss scale, non-finite gradients enter the parameters,

@@ -381,7 +381,8 @@ class EngineOptimizer(SavedState, torch.optim.Optimizer):
             no loss scale or one whose overflows found_inf reports.
         grad_scale: the loss scale, divisor of gradients; 1 by default.
         found_inf: tensor of one element, nonzero if the gradients are known to be not finite.
-            torch.amp.GradScaler sets both around step(); a training loop may do so too.
+            torch.amp.GradScaler sets both around step(); a training loop may do so too, on all
+            ranks, whose flags are added.
         skipped: whether the last step changed nothing because its gradients were not finite, which
             happens only after grad_scale or found_inf was set. Reading it on a GPU waits for the
             step.
@@ -626,6 +627,9 @@ class EngineOptimizer(SavedState, torch.optim.Optimizer):
         known = self.found_inf
         if known is not None:
             known = known.reshape(()).to(device, torch.float32)
+            for engine in engines:
+                if engine.shares:  # a rank that skips alone would have other weights
+                    known = engine.all_reduce_scalars(known)
         if limit is None and not bins and (known is not None or not scaled):
             self._found = known
             if loss_scale is None:

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.engine.optimizers import NotElementwise, stepped
+from fastpar.engine.optimizers import OURS, NotElementwise, stepped
 from fastpar.optim.base import EngineOptimizer, SavedState
-from fastpar.optim.state import COUNTS, OF_WEIGHTS, settle, whole_shape
-
-_OURS = {*OF_WEIGHTS, *COUNTS} - {"step"}
+from fastpar.optim.state import OF_WEIGHTS, settle, whole_shape
 
 
 def saved_state(optimizer: torch.optim.Optimizer) -> SavedState:
@@ -103,7 +101,7 @@ class ForeignState(SavedState):
         self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], where: str
     ) -> None:
         super()._check_entries(saved, p, group, where)
-        for name in sorted(saved.keys() - _OURS):
+        for name in sorted(saved.keys() - OURS):
             entry, value = self._known.entries.get(name), saved[name]
             advice = f"load the state that was saved with {self.name} and these options"
             if entry is None:

@@ -280,12 +280,16 @@ class Needs(Own):
 GIVEN = [Momentum, Counts, Anchored, Ahead, Replaced, Fused, functools.partial(Needs, half=True)]
 
 
-@pytest.mark.parametrize("inner", GIVEN)
-@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 0), (2, 1), (2, 3)])
+WORLDS = [(1, 0), (2, 0), (2, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("inner", "world", "stage"),
+    # Parameters that are whole must stay in their memory.
+    [(i, *at) for i, at in itertools.product(GIVEN, WORLDS) if i is not Replaced or at[1]],
+)
 def test_it_steps_the_optimizer_that_was_given(inner, world, stage):
     """What a step keeps, wherever it keeps it, is there in the next one."""
-    if inner is Replaced and stage == 0:
-        pytest.skip("parameters that are whole must stay in their memory")
     options = {"lr": 0.1, "momentum": 0.9} if inner is Momentum else {"lr": 0.1}
     whole = bag()
     plain = inner(list(whole.parameters()), **options)
@@ -350,8 +354,10 @@ def test_groups_schedules_closures_and_hooks_are_torchs():
     expected, groups = ranks()
     for stage in (1, 3):
         for got, mine in run_ranks(ranks, 2, stage):
-            for name, x in got.items():  # a norm sums in another order
-                torch.testing.assert_close(x, expected[name], rtol=1e-6, atol=1e-6)
+            for name, x in got.items():
+                # The norm of the shards' norms is off by 3 roundings, so two updates by less than
+                # 2**-25 together, and each new weight by one place more.
+                torch.testing.assert_close(x, expected[name], rtol=2**-22, atol=2**-25)
             assert mine == groups
 
 
@@ -391,6 +397,21 @@ def test_a_loss_scale_of_torch(make):
     for stage in (1, 2, 3):
         for got in run_ranks(ranks, 2, stage):
             assert_same(got, expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_overflow_that_one_rank_was_told_of_skips_the_step_on_all(stage):
+    def ranks():
+        model = on_ranks(stage)
+        optimizer = fastpar.AdamW(model.parameters(), lr=0.1)
+        before = {n: x.clone() for n, x in model.state_dict().items()}
+        model(gradients(0)).backward()
+        optimizer.found_inf = torch.tensor([float(fastpar.engine_of(model).mesh.rank)])
+        optimizer.step()
+        assert optimizer.skipped
+        assert_same(dict(model.state_dict()), before)
+
+    run_ranks(ranks, 2)
 
 
 @pytest.mark.parametrize("make", [functools.partial(optim.AdamW, fused=True), fastpar.AdamW])
@@ -635,6 +656,24 @@ def test_an_entry_that_begins_later_is_refused_when_it_begins():
     words = r"is not elementwise, as its state has 'mean', unlike in the trial"
     with pytest.raises(RuntimeError, match=words):
         run_ranks(ranks, 2)
+
+
+def test_an_optimizer_without_torchs_constructor_is_refused():
+    class Wraps(optim.Optimizer):
+        def __init__(self, inner):
+            self.inner, self.param_groups = inner, inner.param_groups
+            self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = {}
+            self._patch_step_function()
+
+        def step(self):
+            self.inner.step()
+
+    def ranks():
+        model = on_ranks(1)
+        with pytest.raises(RuntimeError, match=r"Wraps did not call .*__init__, .* that it wraps"):
+            train(model, Wraps(optim.SGD(model.parameters())), [0])
+
+    run_ranks(ranks, 2)
 
 
 class Sixteen(Own):
